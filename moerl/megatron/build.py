@@ -1,0 +1,165 @@
+"""Build one rank's part of a model: Megatron-core modules for the layers and shards that this rank owns."""
+
+from __future__ import annotations
+
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from moerl.layout import ParallelLayout
+from moerl.megatron.attention import PackedAttention, RMSNorm
+from moerl.megatron.value import ValueHead
+from moerl.models.arch import Arch, ModelError
+
+
+def have_transformer_engine() -> bool:
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def _finalize(model, num_tokens=None, **groups) -> None:
+    """Megatron's gradient reductions without its division by a token count: the loss already carries its global denominator."""
+    finalize_model_grads(model, None, **groups)
+
+
+def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
+    engine = have_transformer_engine()
+    moe = {}
+    if arch.experts:
+        moe = dict(
+            num_moe_experts=arch.experts,
+            moe_ffn_hidden_size=arch.expert_ffn,
+            moe_router_topk=arch.topk,
+            # Softmax over the chosen logits equals renormalising the chosen probabilities; without renormalisation softmax comes first.
+            moe_router_pre_softmax=not arch.norm_topk,
+            moe_router_dtype="fp32",
+            # Pre-training's balancing pressure must not leak into the policy gradient: no auxiliary loss, no bias update.
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            moe_router_enable_expert_bias=arch.expert_bias,
+            moe_router_score_function="sigmoid" if arch.expert_bias else "softmax",
+            moe_router_bias_update_rate=0.0,
+            moe_token_dispatcher_type="alltoall",
+            moe_grouped_gemm=engine,
+            moe_layer_freq=[int(arch.is_moe(i)) for i in range(arch.layers)],
+        )
+    return TransformerConfig(
+        num_layers=arch.layers,
+        hidden_size=arch.hidden,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn or arch.expert_ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        variable_seq_lengths=layout.pp > 1 and layout.vpp == 1,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=engine,
+        bias_dropout_fusion=engine,
+        masked_softmax_fusion=False,
+        persist_layer_norm=engine,
+        apply_rope_fusion=engine,
+        batch_p2p_comm=torch.cuda.is_available(),
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_finalize,
+        **moe,
+    )
+
+
+def _layer_spec(config: TransformerConfig, moe: bool) -> ModuleSpec:
+    experts = config.num_moe_experts if moe else None
+    if have_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.self_attention.submodules.core_attention = PackedAttention
+    if config.qk_layernorm:
+        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
+    return spec
+
+
+def _block_spec(config: TransformerConfig, arch: Arch, layers: range) -> TransformerBlockSubmodules:
+    if have_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm as norm
+    else:
+        norm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, arch.is_moe(i)) for i in layers], layer_norm=norm)
+
+
+def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, value_head: bool = False) -> list[GPTModel]:
+    """The model chunks of `rank` (one, or `layout.vpp`), uninitialised: weights come from `weights.load_hf` or a checkpoint.
+
+    With `value_head` the last stage ends in one scalar a token instead of logits (the critic).
+    """
+    if arch.tied_embeddings and value_head:
+        raise ModelError("a critic cannot share its embedding with a value head; tied embeddings are not supported for it")
+    config = transformer_config(arch, layout, dtype)
+    stage = layout.coords(rank).pp
+    chunks = []
+    for vp in range(layout.vpp):
+        vp_stage = vp if layout.vpp > 1 else None
+        first, last = layout.is_first(stage, vp), layout.is_last(stage, vp)
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=_block_spec(config, arch, layout.stage_layers(arch.layers, stage, vp)),
+            vocab_size=layout.padded_vocab(arch.vocab),
+            max_sequence_length=2**20,
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=arch.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_theta,
+            vp_stage=vp_stage,
+        )
+        if value_head and last:
+            chunk.output_layer = ValueHead(config)
+        chunks.append(chunk.cuda())
+    _count_layers(chunks, arch)
+    return chunks
+
+
+def _count_layers(chunks: list[GPTModel], arch: Arch) -> None:
+    """Megatron can drop layers in silence when stage sizes are off; the sum over the pipeline must be the whole model."""
+    built = torch.tensor(sum(len(c.decoder.layers) for c in chunks), device=torch.cuda.current_device())
+    torch.distributed.all_reduce(built, group=parallel_state.get_pipeline_model_parallel_group())
+    if built != arch.layers:
+        raise ModelError(f"the pipeline holds {int(built)} layers, the model has {arch.layers}")

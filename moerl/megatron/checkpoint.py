@@ -1,0 +1,94 @@
+"""Training state of the models of a rank in Megatron's distributed checkpoint format (torch_dist)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from moerl.megatron.model import Model
+from moerl.megatron.optimizer import init_states, restore
+
+# Optimizer state stored per model parameter, under names that do not depend on how many optimizers were chained: it loads at another layout.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def _model_state(model: Model) -> dict:
+    state = {}
+    for i, chunk in enumerate(model.bare()):
+        key = f"model{i}" if len(model.chunks) > 1 else "model"
+        state[key] = chunk.sharded_state_dict(metadata=dict(METADATA))
+    return state
+
+
+def _rng_state() -> dict:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_rng(state: dict) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _rng_object(state: dict | None) -> ShardedObject:
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return ShardedObject("rng", state, (world,), (rank,), replica_id=0)
+
+
+def _state(model: Model, loading: bool) -> dict:
+    state = _model_state(model)
+    if model.optimizer is not None:
+        state["optimizer"] = model.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(METADATA))
+    return state
+
+
+def save(model: Model, path: str) -> None:
+    """Write weights, optimizer, update count and every rank's random state of one model into directory `path`. All ranks call it."""
+    if parallel_state.get_pipeline_model_parallel_rank() == 0:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    common = {"updates": model.updates, "layout": asdict(model.layout)}
+    state = _state(model, loading=False) | common | {"rng": _rng_object(_rng_state())}
+    dist_checkpointing.save(state, path, validate_access_integrity=True)
+
+
+def load(model: Model, path: str) -> None:
+    """Restore what `save` wrote; afterwards the next step is the one the saved run would have taken.
+
+    Weights and optimizer load at any layout. Random states belong to ranks, so they are restored only at the layout that saved them.
+    """
+    common = dist_checkpointing.load_common_state_dict(path)
+    same_layout = common["layout"] == asdict(model.layout)
+    if model.optimizer is not None:
+        init_states(model.optimizer)
+    template = _state(model, loading=True) | ({"rng": _rng_object(None)} if same_layout else {})
+    state = dist_checkpointing.load(template, path)
+    for i, chunk in enumerate(model.bare()):
+        _load_chunk(chunk, state[f"model{i}" if len(model.chunks) > 1 else "model"])
+    if model.optimizer is not None:
+        restore(model.optimizer, state["optimizer"])
+    model.updates = common["updates"]
+    if same_layout:
+        _restore_rng(state["rng"])
+
+
+def _load_chunk(chunk: torch.nn.Module, state: dict) -> None:
+    answer = chunk.load_state_dict(state, strict=False)
+    # Transformer Engine's slot for FP8 scales exists in every layer and is empty without it.
+    wrong = [k for k in (*answer.missing_keys, *answer.unexpected_keys) if not k.endswith("_extra_state")]
+    if wrong:
+        raise ValueError(f"checkpoint does not fit the model: {len(wrong)} tensors, first {wrong[0]}")

@@ -1,0 +1,125 @@
+"""Weights of one rank's model: read from a Hugging Face checkpoint, handed out as shards. The tensor map says what goes where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from torch import Tensor
+
+from moerl.layout import ParallelLayout
+from moerl.models.arch import Arch, ModelError
+from moerl.models.checkpoint import HFReader
+from moerl.models.tensormap import Param, copies, hf_shapes
+
+# Transformer Engine fuses these norms into the projection that follows them.
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
+GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc\d)\.weight(\d+)$")
+VALUE_HEAD = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a parameter: part `index` of `parts` along its split dimension. `owner` is true on one rank of all that hold it."""
+
+    name: str
+    tensor: Tensor
+    parts: int
+    index: int
+    owner: bool
+
+
+def _global_name(local: str, layers: range, first_expert: int) -> str:
+    """Megatron's local parameter name with the model's own layer and expert numbers."""
+    match = LAYER.match(local)
+    if not match:
+        return local
+    layer, rest = layers[int(match[1])], match[2]
+    rest = FUSED_NORMS.get(rest, rest)
+    if expert := EXPERT.match(rest):
+        rest = f"mlp.experts.{first_expert + int(expert[1])}.{expert[2]}"
+    elif expert := GROUPED_EXPERT.match(rest):
+        rest = f"mlp.experts.{first_expert + int(expert[2])}.{expert[1]}.weight"
+    return f"decoder.layers.{layer}.{rest}"
+
+
+def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers: a router's expert bias is a buffer, and is a weight all the same."""
+    yield from chunk.named_parameters()
+    for prefix, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and not name.startswith("local_tokens_per_expert"):
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def shards(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int, params: dict[str, Param], *,
+           value_head: bool = False, detach: bool = True) -> Iterator[Shard]:
+    """Every tensor of this rank under its global name. A tensor the map does not know is an error: nothing is left out in silence."""
+    at = layout.coords(rank)
+    first_expert = at.ep * (arch.experts // layout.ep) if arch.experts else 0
+    for vp, chunk in enumerate(chunks):
+        layers = layout.stage_layers(arch.layers, at.pp, vp)
+        for local, tensor in _tensors(chunk):
+            name = _global_name(local, layers, first_expert)
+            if value_head and name == VALUE_HEAD:
+                continue
+            if name not in params:
+                raise ModelError(f"{arch.family}: Megatron tensor {name} {tuple(tensor.shape)} is not in the tensor map")
+            param = params[name]
+            yield _locate(param, tensor.detach() if detach else tensor, layout, at)
+
+
+def _locate(param: Param, tensor: Tensor, layout: ParallelLayout, at) -> Shard:
+    if param.expert is not None:
+        parts, index, replica = (layout.etp, at.etp, at.edp)
+    else:
+        parts, index, replica = (layout.tp, at.tp, at.dp + at.cp)
+    if param.split is None:
+        return Shard(param.name, tensor, 1, 0, replica == 0 and index == 0)
+    return Shard(param.name, tensor, parts, index, replica == 0)
+
+
+def mark_parallel(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int, params: dict[str, Param], *,
+                  value_head: bool = False) -> None:
+    """Tell Megatron what each parameter is, as the map knows it.
+
+    Shards: the gradient norm counts every other parameter on one tensor-parallel rank only. Experts: their gradients are summed over the
+    expert-data-parallel ranks. Megatron marks them so only when ep > 1, and at ep = 1 with etp < tp would leave the sum out.
+    """
+    for shard in shards(chunks, arch, layout, rank, params, value_head=value_head, detach=False):
+        param = params[shard.name]
+        if param.split is not None:
+            dim = max(0, param.split - len(param.shape) + param.rank)
+            set_tensor_model_parallel_attributes(shard.tensor, True, dim, 1)
+        if param.expert is not None:
+            shard.tensor.allreduce = False
+
+
+@torch.no_grad()
+def load_hf(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int, params: dict[str, Param], path: str, *,
+            value_head: bool = False) -> None:
+    """Fill this rank's shards from the checkpoint at `path`, reading only the boxes it owns; the value head is left as it is."""
+    reader = HFReader(path)
+    reader.check(hf_shapes(params.values()))
+    for shard in shards(chunks, arch, layout, rank, params, value_head=value_head):
+        param = params[shard.name]
+        if tuple(shard.tensor.shape) != param.local_shape(shard.parts):
+            raise ModelError(f"{shard.name}: Megatron's shard is {tuple(shard.tensor.shape)}, the map says {param.local_shape(shard.parts)}")
+        box = torch.zeros(param.box(shard.parts), dtype=shard.tensor.dtype)
+        for copy in copies(param, shard.parts, shard.index):
+            box[copy.target] = reader.read(copy).to(box.dtype)
+        shard.tensor.copy_(box.reshape(shard.tensor.shape))
+
+
+def owned_shards(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int, params: dict[str, Param]) -> list[Shard]:
+    """The shards that this rank contributes to the whole model: over all ranks, every element exactly once."""
+    return [s for s in shards(chunks, arch, layout, rank, params) if s.owner and not params[s.name].tied]

@@ -1,0 +1,32 @@
+"""Model families. A family is one module with `arch(hf_config) -> Arch` and `params(arch) -> Iterator[Param]`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from moerl.models import qwen3_moe
+from moerl.models.arch import Arch, ModelError
+from moerl.models.tensormap import Param
+
+FAMILIES = {"qwen3_moe": qwen3_moe}
+
+
+def read_arch(path: str | Path) -> Arch:
+    """The architecture of the Hugging Face checkpoint in directory `path`."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{path}: no Hugging Face checkpoint there (config.json is missing)")
+    config = json.loads(file.read_text())
+    family = FAMILIES.get(config.get("model_type"))
+    if family is None:
+        raise ModelError(f"{file}: model_type {config.get('model_type')!r} is not supported (supported: {', '.join(FAMILIES)})")
+    try:
+        return family.arch(config)
+    except KeyError as missing:
+        raise ModelError(f"{file}: field {missing} is missing") from None
+
+
+def params_of(arch: Arch) -> dict[str, Param]:
+    """The family's tensor map by Megatron name."""
+    return {p.name: p for p in FAMILIES[arch.family].params(arch)}

@@ -1,0 +1,133 @@
+"""Hugging Face checkpoints on disk: read boxes of tensors, write whole ones. Nothing here knows a family."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from moerl.models.arch import ModelError
+from moerl.models.tensormap import Copy
+
+INDEX = "model.safetensors.index.json"
+SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+              "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")
+
+
+class HFReader:
+    """Slices of the tensors of a safetensors checkpoint; only the bytes asked for are read."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.files = self._locate()
+        self._open: dict[str, safe_open] = {}
+
+    def _locate(self) -> dict[str, str]:
+        index = self.path / INDEX
+        if index.is_file():
+            weight_map = json.loads(index.read_text())["weight_map"]
+            gone = sorted({f for f in weight_map.values() if not (self.path / f).is_file()})
+            if gone:
+                raise ModelError(f"{index}: names files that do not exist: {', '.join(gone)}")
+            return weight_map
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"{self.path}: no safetensors file there")
+        where: dict[str, str] = {}
+        for file in files:
+            for name in self._handle(file.name, {}).keys():
+                if name in where:
+                    raise ModelError(f"{self.path}: tensor {name} is in both {where[name]} and {file.name}")
+                where[name] = file.name
+        return where
+
+    def _handle(self, file: str, cache: dict):
+        if file not in cache:
+            try:
+                cache[file] = safe_open(self.path / file, framework="pt")
+            except SafetensorError as error:
+                raise ModelError(f"{self.path / file}: not a readable safetensors file ({error})") from None
+        return cache[file]
+
+    def _slice(self, name: str):
+        return self._handle(self.files[name], self._open).get_slice(name)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise `ModelError`, one line a tensor, unless the checkpoint holds exactly these tensors."""
+        missing = sorted(set(shapes) - set(self.files))
+        extra = sorted(set(self.files) - set(shapes))
+        lines = [f"missing tensor {n} {shapes[n]}" for n in missing] + [f"unexpected tensor {n} in {self.files[n]}" for n in extra]
+        for name in sorted(set(shapes) & set(self.files)):
+            found = tuple(self._slice(name).get_shape())
+            if found != tuple(shapes[name]):
+                lines.append(f"tensor {name} has shape {found}, expected {tuple(shapes[name])}")
+        if lines:
+            more = f"\n... and {len(lines) - 10} more" if len(lines) > 10 else ""
+            raise ModelError(f"{self.path}: the checkpoint does not fit its config.json\n" + "\n".join(lines[:10]) + more)
+
+    def read(self, copy: Copy) -> torch.Tensor:
+        """The elements `copy.source` of a tensor, at the rank of its view."""
+        piece = copy.piece
+        stored = self._slice(piece.name)
+        view, source = piece.view, copy.source
+        added = 0
+        while len(view) > len(piece.shape) and view[0] == 1:
+            view, source, added = view[1:], source[1:], added + 1
+        if view == piece.shape:
+            box = stored[source]
+        else:
+            # The view splits the first dimension: read the rows that hold the box, then cut the box out of them.
+            step = prod(view[1 : len(view) - len(piece.shape) + 1])
+            first, last = source[0].start, source[0].stop
+            rows = stored[first * step : last * step]
+            box = rows.reshape(last - first, *view[1:])[(slice(None), *source[1:])]
+        return box.reshape((1,) * added + tuple(box.shape))
+
+
+def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], side_files: str | Path | Iterable[Path], *,
+             max_shard_bytes: int = 5 * 10**9, dtype: str | None = None) -> Path:
+    """Write a Hugging Face checkpoint: shards, index, and config, tokenizer and chat template copied from `side_files` (a directory).
+
+    Everything is written beside `out` and moved there at the end, so a half-written checkpoint is never taken for whole.
+    """
+    out = Path(out)
+    part = out.with_name(out.name + ".partial")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if size + tensor.nbytes > max_shard_bytes and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.contiguous()
+        size += tensor.nbytes
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        save_file(shard, part / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+    if len(shards) > 1:
+        total = sum(t.nbytes for t in tensors.values())
+        (part / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    for file in SIDE_FILES:
+        if (Path(side_files) / file).is_file():
+            shutil.copy(Path(side_files) / file, part / file)
+    if dtype:
+        config = json.loads((part / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        (part / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2))
+    old = out.with_name(out.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        os.replace(out, old)
+    os.replace(part, out)
+    shutil.rmtree(old, ignore_errors=True)
+    return out

@@ -1,0 +1,74 @@
+"""Parts of the tensor map that decoder families share. Names on the left are Megatron-core's, on the right transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moerl.models.arch import Arch
+from moerl.models.tensormap import Param, Piece
+
+
+def whole(name: str, hf: str, shape: tuple[int, ...], stage: int | str, split: int | None = None, **more) -> Param:
+    """A parameter that is one Hugging Face tensor."""
+    piece = Piece(hf, shape, shape, (0,) * len(shape))
+    return Param(name, shape, split, (piece,), len(shape), stage, **more)
+
+
+def fused_qkv(name: str, hf: str, arch: Arch, layer: int, tail: tuple[int, ...]) -> Param:
+    """Query, key and value projections, interleaved by key/value group; `tail` is (hidden,) for weights, () for biases."""
+    groups, d = arch.kv_heads, arch.head_dim
+    q = arch.heads // groups * d
+    kind = "weight" if tail else "bias"
+    zeros = (0,) * len(tail)
+    pieces = (
+        Piece(f"{hf}.q_proj.{kind}", (groups * q, *tail), (groups, q, *tail), (0, 0, *zeros)),
+        Piece(f"{hf}.k_proj.{kind}", (groups * d, *tail), (groups, d, *tail), (0, q, *zeros)),
+        Piece(f"{hf}.v_proj.{kind}", (groups * d, *tail), (groups, d, *tail), (0, q + d, *zeros)),
+    )
+    return Param(f"{name}.{kind}", (groups, q + 2 * d, *tail), 0, pieces, 1 + len(tail), layer)
+
+
+def gated_mlp(name: str, hf: str, hidden: int, ffn: int, layer: int, expert: int | None = None) -> Iterator[Param]:
+    """SwiGLU: fc1 holds gate above up, fc2 is the down projection."""
+    pieces = tuple(
+        Piece(f"{hf}.{part}_proj.weight", (ffn, hidden), (1, ffn, hidden), (i, 0, 0)) for i, part in enumerate(("gate", "up"))
+    )
+    yield Param(f"{name}.linear_fc1.weight", (2, ffn, hidden), 1, pieces, 2, layer, expert=expert)
+    yield whole(f"{name}.linear_fc2.weight", f"{hf}.down_proj.weight", (hidden, ffn), layer, split=1, expert=expert)
+
+
+def attention(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
+    yield fused_qkv(f"{name}.linear_qkv", hf, arch, layer, (arch.hidden,))
+    if arch.qkv_bias:
+        yield fused_qkv(f"{name}.linear_qkv", hf, arch, layer, ())
+    if arch.qk_norm:
+        yield whole(f"{name}.q_layernorm.weight", f"{hf}.q_norm.weight", (arch.head_dim,), layer)
+        yield whole(f"{name}.k_layernorm.weight", f"{hf}.k_norm.weight", (arch.head_dim,), layer)
+    yield whole(f"{name}.linear_proj.weight", f"{hf}.o_proj.weight", (arch.hidden, arch.heads * arch.head_dim), layer, split=1)
+
+
+def moe(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
+    yield whole(f"{name}.router.weight", f"{hf}.gate.weight", (arch.experts, arch.hidden), layer)
+    if arch.expert_bias:
+        # A buffer in Megatron-core, not a parameter: it still is part of the model.
+        yield whole(f"{name}.router.expert_bias", f"{hf}.gate.e_score_correction_bias", (arch.experts,), layer)
+    for e in range(arch.experts):
+        yield from gated_mlp(f"{name}.experts.{e}", f"{hf}.experts.{e}", arch.hidden, arch.expert_ffn, layer, expert=e)
+
+
+def decoder(arch: Arch) -> Iterator[Param]:
+    """All parameters of a pre-norm decoder with rotary attention and SwiGLU or mixture-of-experts layers."""
+    table = (arch.vocab, arch.hidden)
+    yield whole("embedding.word_embeddings.weight", "model.embed_tokens.weight", table, "first", split=0, padded=True)
+    for i in range(arch.layers):
+        name, hf = f"decoder.layers.{i}", f"model.layers.{i}"
+        yield whole(f"{name}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (arch.hidden,), i)
+        yield from attention(arch, i, f"{name}.self_attention", f"{hf}.self_attn")
+        yield whole(f"{name}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (arch.hidden,), i)
+        if arch.is_moe(i):
+            yield from moe(arch, i, f"{name}.mlp", f"{hf}.mlp")
+        else:
+            yield from gated_mlp(f"{name}.mlp", f"{hf}.mlp", arch.hidden, arch.ffn, i)
+    yield whole("decoder.final_layernorm.weight", "model.norm.weight", (arch.hidden,), "last")
+    head = "model.embed_tokens.weight" if arch.tied_embeddings else "lm_head.weight"
+    yield whole("output_layer.weight", head, table, "last", split=0, padded=True, tied=arch.tied_embeddings)

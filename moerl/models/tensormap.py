@@ -1,0 +1,136 @@
+"""The tensor map: which box of which Hugging Face tensor stands where in a Megatron parameter.
+
+A family declares its parameters once as data (`Param` and `Piece`). Loading, export and weight sync read that declaration through
+`copies`, the only place where a shard's coordinates are computed, so a wrong map shows in all of them.
+
+A parameter has a *logical* N-D shape chosen so that tensor parallelism cuts it along one dimension (`split`): fused QKV weights are
+[groups, (q + 2) * head_dim, hidden] cut along groups, fused gate/up weights [2, ffn, hidden] cut along ffn. Megatron's own local tensor is
+the cut array with its leading dimensions merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from moerl.models.arch import ModelError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One Hugging Face tensor inside a parameter: `shape` is its own, `view` the same elements at the parameter's rank, `start` its corner."""
+
+    name: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Param:
+    """One Megatron parameter (or persistent buffer) of the whole model, by its name with global layer and expert numbers.
+
+    `rank` is the number of dimensions Megatron's tensor has; `stage` is the layer number, "first" (embedding) or "last" (final norm, head).
+    `padded` rows along `split` are zeros up to a multiple of the tensor-parallel size. A `tied` parameter is read but never exported.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None
+    pieces: tuple[Piece, ...]
+    rank: int
+    stage: int | str
+    expert: int | None = None
+    padded: bool = False
+    tied: bool = False
+
+    def extent(self, parts: int) -> int:
+        """Length of the split dimension on one of `parts` ranks."""
+        whole = self.shape[self.split]
+        if whole % parts and not self.padded:
+            raise ModelError(f"{self.name}: dimension {self.split} of {self.shape} is not divisible by {parts}")
+        return -(-whole // parts)
+
+    def box(self, parts: int) -> tuple[int, ...]:
+        """Logical shape of one rank's shard."""
+        if self.split is None:
+            return self.shape
+        return tuple(self.extent(parts) if d == self.split else n for d, n in enumerate(self.shape))
+
+    def local_shape(self, parts: int) -> tuple[int, ...]:
+        """Shape of Megatron's tensor on one rank."""
+        box = self.box(parts)
+        lead = len(box) - self.rank + 1
+        return (prod(box[:lead]), *box[lead:])
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The elements `source` of `piece` (in its view) are the elements `target` of the shard (in its logical box)."""
+
+    piece: Piece
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+
+
+def copies(param: Param, parts: int, index: int) -> list[Copy]:
+    """What shard `index` of `parts` along the parameter's split is made of; elements in no copy are padding (zeros)."""
+    out = []
+    for piece in param.pieces:
+        source = [slice(0, n) for n in piece.view]
+        target = [slice(s, s + n) for s, n in zip(piece.start, piece.view)]
+        if param.split is not None:
+            d, size = param.split, param.extent(parts)
+            low, high = index * size, (index + 1) * size
+            a, b = max(low, piece.start[d]), min(high, piece.start[d] + piece.view[d])
+            if a >= b:
+                continue
+            source[d] = slice(a - piece.start[d], b - piece.start[d])
+            target[d] = slice(a - low, b - low)
+        out.append(Copy(piece, tuple(source), tuple(target)))
+    return out
+
+
+def hf_shapes(params: Iterable[Param]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every Hugging Face tensor of the model."""
+    return {p.name: p.shape for param in params if not param.tied for p in param.pieces}
+
+
+class Assembler:
+    """Puts shards together into whole Hugging Face tensors and knows when one is complete."""
+
+    def __init__(self, params: Mapping[str, Param]):
+        self.params = params
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.filled: dict[str, int] = {}
+
+    def add(self, name: str, shard: torch.Tensor, parts: int, index: int) -> None:
+        """Take one rank's shard of parameter `name` (Megatron's local tensor)."""
+        param = self.params[name]
+        if param.tied:
+            return
+        if tuple(shard.shape) != param.local_shape(parts):
+            raise ModelError(f"{name}: shard {index} of {parts} has shape {tuple(shard.shape)}, the map says {param.local_shape(parts)}")
+        box = shard.reshape(param.box(parts))
+        for copy in copies(param, parts, index):
+            piece = copy.piece
+            if piece.name not in self.tensors:
+                self.tensors[piece.name] = torch.empty(piece.shape, dtype=shard.dtype)
+                self.filled[piece.name] = 0
+            source = box[copy.target]
+            self.tensors[piece.name].view(piece.view)[copy.source].copy_(source)
+            self.filled[piece.name] += source.numel()
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """All tensors, each element written exactly once; otherwise an error naming the first ones that are not."""
+        wrong = [
+            f"{name}: {self.filled.get(name, 0)} of {prod(shape)} elements"
+            for name, shape in hf_shapes(self.params.values()).items()
+            if self.filled.get(name, 0) != prod(shape)
+        ]
+        if wrong:
+            raise ModelError(f"{len(wrong)} tensors are not covered exactly once: " + "; ".join(wrong[:5]))
+        return self.tensors

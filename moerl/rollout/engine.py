@@ -1,0 +1,304 @@
+"""One vLLM engine: prompts in, sampled tokens with their log-probabilities out, weights replaced between steps.
+
+`RolloutEngine` is a plain class, so it runs in the caller's process or as a Ray actor (`ray.remote(RolloutEngine)`).
+A script that builds one needs the usual `if __name__ == "__main__":` guard, since its workers are spawned processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moerl.reshard.receiver import checkpoint_header, layer_order
+
+if TYPE_CHECKING:
+    import torch
+
+SHARED_MEMORY = Path("/dev/shm")
+MIN_TEMPERATURE = 0.01  # vLLM silently raises a lower one to this
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation.
+
+    `token_ids` ends with the stop token when `finish_reason` is "stop"; "length" means `max_tokens` were sampled.
+    `logprobs[t]` is the natural-log probability of `token_ids[t]` under the distribution it was drawn from, that is
+    with the temperature applied (greedy: temperature 1). `version` names the weights that sampled it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    version: int
+
+
+def cpu_binding(tp: int, cpus: list[int]) -> str:
+    """CPUs of each of `tp` workers in vLLM's notation ("0,1|2,3"). With fewer CPUs than workers they are shared."""
+    if tp > len(cpus):
+        return "|".join(str(cpus[rank % len(cpus)]) for rank in range(tp))
+    each = len(cpus) // tp
+    return "|".join(",".join(map(str, cpus[rank * each : (rank + 1) * each])) for rank in range(tp))
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """Seed of one sample of a prompt: a hash of both numbers, so that no two (seed, sample) pairs run in step."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{sample}".encode()).digest()[:8], "little") >> 1
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors (any device and stride) as one safetensors file, layer by layer, one tensor in memory at a time.
+
+    Raises ValueError for a dtype the format lacks, and OSError naming both sizes when the file would not fit.
+    """
+    import torch
+    from safetensors.torch import _TYPES
+
+    dtype_names = {dtype: name for name, dtype in _TYPES.items()}
+    names = sorted(tensors, key=layer_order)
+    header, end = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in dtype_names:
+            raise ValueError(f"tensor {name} has dtype {tensor.dtype}, which safetensors cannot hold")
+        header[name] = {
+            "dtype": dtype_names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end := end + tensor.numel() * tensor.element_size()],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    free = shutil.disk_usage(path.parent).free
+    if len(text) + end > free:
+        raise OSError(
+            f"weights need {(len(text) + end) / 2**30:.2f} GiB in {path.parent}, which has {free / 2**30:.2f} GiB free; "
+            "enlarge it (containers: --shm-size)"
+        )
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+
+
+class RolloutEngine:
+    """A vLLM engine over `tp` workers that serves one known version of the weights at a time.
+
+    Args:
+        model: local Hugging Face checkpoint directory (config and safetensors).
+        tp: tensor-parallel size; every worker is a process of this host.
+        dtype: dtype vLLM computes in.
+        max_model_len: most tokens of a prompt and its completion together.
+        device: "cpu" or "cuda"; must be what the installed vLLM was built for.
+        kv_cache_gib: key-value cache of each worker on the CPU, GiB.
+        gpu_memory_utilization: share of each GPU that vLLM may fill, weights included.
+        enforce_eager: run without CUDA graphs or compilation.
+        max_num_seqs: most sequences decoded at once.
+        seed: seed of samples that are drawn without one of their own.
+        cpu_bind: CPUs of each worker in vLLM's notation; by default this process's CPUs shared out.
+    """
+
+    worker_extension = "moerl.reshard.receiver.WeightReceiver"
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tp: int = 1,
+        dtype: str = "bfloat16",
+        max_model_len: int,
+        device: str,
+        kv_cache_gib: float = 1.0,
+        gpu_memory_utilization: float = 0.85,
+        enforce_eager: bool,
+        max_num_seqs: int = 256,
+        seed: int = 0,
+        cpu_bind: str | None = None,
+    ) -> None:
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
+        if not Path(model, "config.json").is_file():
+            raise ValueError(f"model {model} must be a local Hugging Face checkpoint directory, with a config.json")
+        self._needed = checkpoint_header(model)
+        self._version: int | None = None
+        self._incomplete = False
+        self._max_model_len = max_model_len
+        _set_environment(device, enforce_eager, cpu_bind or cpu_binding(tp, sorted(os.sched_getaffinity(0))))
+
+        from vllm import EngineArgs, LLMEngine
+        from vllm.platforms import current_platform
+
+        if current_platform.device_type != device:
+            raise ValueError(f"device is {device!r}, but this vLLM runs on {current_platform.device_type!r}")
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=model,
+                tensor_parallel_size=tp,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                seed=seed,
+                enforce_eager=enforce_eager,
+                gpu_memory_utilization=gpu_memory_utilization,
+                kv_cache_memory_bytes=int(kv_cache_gib * 2**30) if device == "cpu" else None,
+                distributed_executor_backend="mp" if device == "cpu" or tp > 1 else "uni",
+                worker_extension_cls=self.worker_extension,
+                logprobs_mode="processed_logprobs",  # of the distribution sampled from: the temperature is in them
+                generation_config="vllm",  # nothing from the checkpoint's generation_config.json
+                skip_tokenizer_init=True,
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+            )
+        )
+        self._vocab_size = self._engine.model_config.get_vocab_size()
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights being served; None while there are none to vouch for."""
+        return self._version
+
+    def mark_loaded(self, version: int) -> None:
+        """Declare that the checkpoint the engine was started from is version `version`."""
+        if self._incomplete:
+            raise RuntimeError(_INCOMPLETE)
+        self._version = version
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        *,
+        n: int,
+        temperature: float,
+        max_tokens: int,
+        stop_token_ids: list[int],
+        seeds: list[int] | None,
+    ) -> list[list[Completion]]:
+        """Sample `n` completions of every prompt from the full vocabulary; result[i][j] is sample j of prompt i.
+
+        `temperature` 0 means greedy. `seeds` holds one seed a prompt; sample j draws from a stream that depends on
+        (seeds[i], j) alone, not on what else is in the batch. Only `stop_token_ids` and `max_tokens` end a completion.
+
+        Raises RuntimeError when no version of the weights is loaded, ValueError for a request vLLM cannot serve.
+        """
+        if self._version is None:
+            raise RuntimeError(
+                _INCOMPLETE if self._incomplete else "no version of the weights: call load_weights or mark_loaded first"
+            )
+        self._check_request(prompts, temperature, max_tokens, seeds)
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        results: list[list[Any]] = [[None] * n for _ in prompts]
+        pending = {f"{i}/{j}": (i, j) for i in range(len(prompts)) for j in range(n)}
+        try:
+            for request, (i, j) in pending.items():
+                params = SamplingParams(
+                    temperature=temperature,
+                    max_tokens=max_tokens,
+                    stop_token_ids=stop_token_ids,
+                    seed=None if seeds is None else sample_seed(seeds[i], j),
+                    ignore_eos=True,  # stop_token_ids alone decide
+                    logprobs=0,  # of the sampled token only
+                    flat_logprobs=True,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                self._engine.add_request(request, {"type": "token", "prompt_token_ids": prompts[i]}, params)
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    if output.finished:
+                        i, j = pending.pop(output.request_id)
+                        results[i][j] = self._completion(output.outputs[0])
+        finally:
+            if pending:
+                self._engine.abort_request(list(pending))
+        return results
+
+    def load_weights(self, tensors: dict[str, torch.Tensor], version: int) -> float:
+        """Replace all weights by `tensors` (Hugging Face names, full tensors) and serve them as `version`.
+
+        All or nothing: names, shapes and dtypes are checked on every worker before any weight is touched. Needs room
+        for the whole model in /dev/shm while it runs. Returns the seconds it took.
+
+        Raises ValueError when the tensors do not fit the model and OSError when they do not fit /dev/shm; the old
+        version then still serves. Raises RuntimeError when a worker fails half-way; `version` is then None until a
+        load succeeds.
+        """
+        start = time.perf_counter()
+        path = SHARED_MEMORY / f"moerl-weights-{os.getpid()}-{uuid.uuid4().hex}.safetensors"
+        try:
+            write_safetensors(path, tensors)
+            self._call(ValueError, "moerl_check_weights", str(path), self._needed)
+            self._version, self._incomplete = None, True
+            self._call(RuntimeError, "moerl_load_weights", str(path))
+            if not self._engine.reset_prefix_cache():  # its keys and values belong to the old weights
+                raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        finally:
+            path.unlink(missing_ok=True)
+        self._version, self._incomplete = version, False
+        return time.perf_counter() - start
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of every weight of every worker, by "tp<rank>.<parameter>"; see `moerl_parameter_digests`."""
+        workers = self._call(RuntimeError, "moerl_parameter_digests")
+        return {f"tp{rank}.{name}": digest for rank, digests in enumerate(workers) for name, digest in digests.items()}
+
+    def shutdown(self) -> None:
+        """Stop the workers and free their memory. The engine cannot be used again."""
+        self._version = None
+        self._engine.engine_core.shutdown()
+
+    def _call(self, error: type[Exception], method: str, *args: Any) -> list[Any]:
+        """Answers of every worker; raises `error` with the first failed worker's message."""
+        answers = self._engine.collective_rpc(method, args=args)
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, str):
+                raise error(f"{answer} (worker {rank})")
+        return answers
+
+    def _completion(self, output: Any) -> Completion:
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
+        logprobs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
+        return Completion(list(output.token_ids), logprobs, output.finish_reason, self._version)
+
+    def _check_request(
+        self, prompts: list[list[int]], temperature: float, max_tokens: int, seeds: list[int] | None
+    ) -> None:
+        if temperature != 0 and temperature < MIN_TEMPERATURE:
+            raise ValueError(f"temperature is {temperature}, must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+        if seeds is not None and len(seeds) != len(prompts):
+            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts, must be one a prompt")
+        for i, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= self._max_model_len - max_tokens:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens, must have 1 to {self._max_model_len - max_tokens} "
+                    f"(max_model_len {self._max_model_len} - max_tokens {max_tokens})"
+                )
+            if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+                raise ValueError(f"prompt {i} has a token id outside 0..{self._vocab_size - 1}")
+
+
+_INCOMPLETE = "the weights are incomplete, since loading them failed half-way: load them again"
+
+
+def _set_environment(device: str, enforce_eager: bool, cpu_bind: str) -> None:
+    """What vLLM and its workers read from the environment, to be set before vLLM is imported."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # scheduler in this process: one process fewer to start and to talk to
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if device == "cpu":
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cpu_bind
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only; kv_cache_memory_bytes says it instead
+        # even an eager vLLM compiles a few small functions, which takes seconds at the first request
+        os.environ["TORCH_COMPILE_DISABLE"] = "1" if enforce_eager else "0"
