@@ -18,10 +18,10 @@ SAMPLING: dict[str, Any] = {"n": 2, "temperature": 0.7, "max_tokens": 12, "stop_
 GREEDY: dict[str, Any] = {"n": 1, "temperature": 0.0, "max_tokens": 12, "stop_token_ids": [], "seeds": None}
 
 
-def start_engine(model: Path) -> RolloutEngine:
-    """An fp32 engine of two CPU workers."""
+def start_engine(model: Path, tp: int = 2) -> RolloutEngine:
+    """An fp32 engine of CPU workers with a small cache."""
     return FaultyEngine(
-        str(model), tp=2, dtype="float32", max_model_len=256, device="cpu", kv_cache_gib=0.0625, enforce_eager=True
+        str(model), tp=tp, dtype="float32", max_model_len=256, device="cpu", kv_cache_gib=0.0625, enforce_eager=True
     )
 
 

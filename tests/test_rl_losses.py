@@ -89,7 +89,8 @@ def test_value_loss_with_and_without_clip():
 
 
 def test_actor_loss_adds_its_terms_with_their_signs():
-    logp, old, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -1.9]), torch.tensor([-1.5, -1.0])
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    old, ref = torch.tensor([-1.1, -1.9]), torch.tensor([-1.5, -1.0])
     entropy, advantages, weights = torch.tensor([0.7, 0.3]), torch.tensor([1.0, -1.0]), torch.tensor([0.75, 0.25])
     settings = SimpleNamespace(**SETTINGS | {"entropy_coef": 0.5, "kl_coef": 2.0, "kl_kind": "k2"})
     loss, stats = actor_loss(logp, entropy, old, ref, advantages, weights, settings)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,20 @@ def observe(engine: RolloutEngine, path: Path) -> Fresh:
     return Fresh(path, load_file(path / "model.safetensors"), engine.digests(), outputs(engine))
 
 
+def check_logprobs(engine: RolloutEngine, path: Path, options: dict, temperature: float) -> None:
+    """Compare the engine's log-probabilities with those transformers gives the same tokens."""
+    model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for prompt, samples in zip(PROMPTS, engine.generate(PROMPTS, **options), strict=True):
+        for sample in samples:
+            tokens = torch.tensor([prompt + sample.token_ids])
+            with torch.no_grad():
+                logits = model(tokens).logits[0, len(prompt) - 1 : -1]
+            expected = (logits / temperature).log_softmax(-1).gather(-1, tokens[0, len(prompt) :, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-3)
+            assert (sample.finish_reason, sample.version) == ("length", engine.version)
+            assert len(sample.token_ids) == options["max_tokens"]
+
+
 @pytest.fixture(scope="module")
 def second(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     path = write_qwen3_moe(tmp_path_factory.mktemp("second"), seed=2, **SERVABLE)
@@ -78,16 +93,8 @@ def engine(started: tuple[RolloutEngine, Fresh]) -> RolloutEngine:
 
 
 def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(engine: RolloutEngine, first: Fresh) -> None:
-    model = Qwen3MoeForCausalLM.from_pretrained(first.path, dtype=torch.float32)
-    for options, temperature in ((SAMPLING, 0.7), (GREEDY, 1.0)):
-        for prompt, samples in zip(PROMPTS, engine.generate(PROMPTS, **options), strict=True):
-            for sample in samples:
-                tokens = torch.tensor([prompt + sample.token_ids])
-                with torch.no_grad():
-                    logits = model(tokens).logits[0, len(prompt) - 1 : -1]
-                expected = (logits / temperature).log_softmax(-1).gather(-1, tokens[0, len(prompt) :, None])[:, 0]
-                torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-3)
-                assert (sample.finish_reason, sample.version, len(sample.token_ids)) == ("length", 0, 12)
+    check_logprobs(engine, first.path, SAMPLING, temperature=0.7)
+    check_logprobs(engine, first.path, GREEDY, temperature=1.0)
 
 
 def test_synced_engine_equals_a_fresh_one_bit_for_bit(engine: RolloutEngine, first: Fresh, second: Fresh) -> None:
@@ -99,6 +106,20 @@ def test_synced_engine_equals_a_fresh_one_bit_for_bit(engine: RolloutEngine, fir
         assert engine.digests() == fresh.digests
         assert outputs(engine) == fresh.outputs  # the long prompt is in the prefix cache: stale keys would show
         assert engine.generate(PROMPTS[:1], **GREEDY)[0][0].version == version
+
+
+def test_synced_output_layer_follows_a_tied_embedding(tmp_path: Path) -> None:
+    old, new = (
+        write_qwen3_moe(tmp_path / str(seed), seed=seed, tie_word_embeddings=True, **SERVABLE) for seed in (1, 2)
+    )
+    tensors = load_file(new / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    engine = start_engine(old, tp=1)
+    try:
+        engine.load_weights(tensors, 1)
+        check_logprobs(engine, new, SAMPLING, temperature=0.7)
+    finally:
+        engine.shutdown()
 
 
 def test_digests_are_of_the_weights_the_kernels_use(first: Fresh) -> None:
@@ -127,7 +148,7 @@ def test_unfit_weights_are_refused_and_the_old_ones_serve(
         engine.load_weights(tensors, 5)
     assert engine.version == 0
     assert outputs(engine) == first.outputs
-    assert not list(SHARED_MEMORY.glob("moerl-weights-*"))
+    assert not list(SHARED_MEMORY.glob(f"moerl-weights-{os.getpid()}-*"))
 
 
 @pytest.mark.parametrize("after", [0, 20, 100])
@@ -138,7 +159,7 @@ def test_load_failing_half_way_stops_serving_until_loaded_again(
     with pytest.raises(RuntimeError, match=rf"disk on fire at tensor {after} \(worker 1\)"):
         engine.load_weights(second.tensors, 6)
     assert engine.version is None
-    assert not list(SHARED_MEMORY.glob("moerl-weights-*"))
+    assert not list(SHARED_MEMORY.glob(f"moerl-weights-{os.getpid()}-*"))
     with pytest.raises(RuntimeError, match="weights are incomplete.*load them again"):
         engine.generate(PROMPTS, **GREEDY)
     with pytest.raises(RuntimeError, match="weights are incomplete.*load them again"):

@@ -72,10 +72,10 @@ class RolloutConfig(Group):
     max_num_seqs: int = Field(256, ge=1)
 
     @model_validator(mode="after")
-    def _tensor_parallel_only(self):
-        on = [k for k, v in self.layout.model_dump().items() if k != "tp" and v not in (1, None)]
+    def _engines_of_tensor_parallel_workers(self):
+        on = [k for k, v in self.layout.model_dump().items() if k not in ("tp", "dp") and v not in (1, None)]
         if on:
-            raise ValueError(f"rollout.layout takes tp only, {', '.join(on)} given")
+            raise ValueError(f"rollout.layout takes tp and dp (number of engines) only, {', '.join(on)} given")
         return self
 
 

@@ -91,7 +91,7 @@ def _returns_failure(method: Callable) -> Callable:
         try:
             return method(self, *args)
         except Exception as error:  # noqa: BLE001  whatever vLLM raises must reach the caller
-            logger.debug("%s failed", method.__name__, exc_info=True)
+            logger.exception("%s failed", method.__name__)
             return f"{type(error).__name__}: {error}"
 
     return call
@@ -120,14 +120,18 @@ class WeightReceiver:
         from vllm.platforms import current_platform
 
         model = self.get_model()
+        own = {name for name, _ in model.named_parameters()}
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own
         if current_platform.is_cpu():
             _forget_moe_kernels(model)
         try:
             with set_current_vllm_config(self.vllm_config), _quiet_reload():
                 initialize_layerwise_reload(model)
-                needed = {name for name, _ in model.named_parameters()}
+                needed = {name for name, _ in model.named_parameters()} - tied  # now without what vLLM derives
                 loaded = model.load_weights(self.moerl_read_weights(path))
                 finalize_layerwise_reload(model, self.model_config)
+                if current_platform.is_cpu():
+                    _repack_kept_weights(model)
         except Exception:
             _leave_reload(model)
             raise
@@ -174,6 +178,16 @@ def _forget_moe_kernels(model: torch.nn.Module) -> None:
         quant_method = getattr(module, "quant_method", None)
         if getattr(quant_method, "moe_kernel", None) is not None:
             quant_method.moe_kernel = None
+
+
+def _repack_kept_weights(model: torch.nn.Module) -> None:
+    """Pack anew the weight of each CPU linear layer that keeps it: the output layer.
+
+    Where that is tied to the embedding, no tensor of its own arrives and its kernel would go on with the old weight.
+    """
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
 
 
 @contextmanager

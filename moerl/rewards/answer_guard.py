@@ -70,7 +70,7 @@ def _is_bounded(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
         return type(node.value) in (int, float)
     if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
+        return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         return _is_small_exponent(node.right) and _powers_in_a_row(node.left) <= 1
     return True

@@ -78,8 +78,8 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     free = shutil.disk_usage(path.parent).free
     if len(text) + end > free:
         raise OSError(
-            f"weights need {(len(text) + end) / 2**30:.2f} GiB in {path.parent}, which has {free / 2**30:.2f} GiB free; "
-            "enlarge it (containers: --shm-size)"
+            f"weights need {(len(text) + end) / 2**30:.2f} GiB in {path.parent}, which has {free / 2**30:.2f} GiB "
+            "free: enlarge it (in a container: --shm-size)"
         )
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -92,15 +92,13 @@ class RolloutEngine:
 
     Args:
         model: local Hugging Face checkpoint directory (config and safetensors).
-        tp: tensor-parallel size; every worker is a process of this host.
-        dtype: dtype vLLM computes in.
+        tp: tensor-parallel size; the workers are processes of this host.
         max_model_len: most tokens of a prompt and its completion together.
-        device: "cpu" or "cuda"; must be what the installed vLLM was built for.
+        device: "cpu" or "cuda", whichever the installed vLLM was built for.
         kv_cache_gib: key-value cache of each worker on the CPU, GiB.
         gpu_memory_utilization: share of each GPU that vLLM may fill, weights included.
         enforce_eager: run without CUDA graphs or compilation.
-        max_num_seqs: most sequences decoded at once.
-        seed: seed of samples that are drawn without one of their own.
+        seed: for samples drawn without a seed of their own.
         cpu_bind: CPUs of each worker in vLLM's notation; by default this process's CPUs shared out.
     """
 
@@ -145,6 +143,9 @@ class RolloutEngine:
                 max_num_seqs=max_num_seqs,
                 seed=seed,
                 enforce_eager=enforce_eager,
+                # vLLM rewinds the generator of a half-prefilled seeded request, which CPU generators cannot do
+                enable_chunked_prefill=device != "cpu",
+                max_num_batched_tokens=max(8192, max_model_len) if device == "cpu" else None,
                 gpu_memory_utilization=gpu_memory_utilization,
                 kv_cache_memory_bytes=int(kv_cache_gib * 2**30) if device == "cpu" else None,
                 distributed_executor_backend="mp" if device == "cpu" or tp > 1 else "uni",
@@ -187,9 +188,7 @@ class RolloutEngine:
         Raises RuntimeError when no version of the weights is loaded, ValueError for a request vLLM cannot serve.
         """
         if self._version is None:
-            raise RuntimeError(
-                _INCOMPLETE if self._incomplete else "no version of the weights: call load_weights or mark_loaded first"
-            )
+            raise RuntimeError(_INCOMPLETE if self._incomplete else _NO_VERSION)
         self._check_request(prompts, temperature, max_tokens, seeds)
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -223,8 +222,8 @@ class RolloutEngine:
     def load_weights(self, tensors: dict[str, torch.Tensor], version: int) -> float:
         """Replace all weights by `tensors` (Hugging Face names, full tensors) and serve them as `version`.
 
-        All or nothing: names, shapes and dtypes are checked on every worker before any weight is touched. Needs room
-        for the whole model in /dev/shm while it runs. Returns the seconds it took.
+        All or nothing: names, shapes and dtypes are checked on every worker before any weight is touched. While it
+        runs, /dev/shm holds the whole model. Returns the seconds it took.
 
         Raises ValueError when the tensors do not fit the model and OSError when they do not fit /dev/shm; the old
         version then still serves. Raises RuntimeError when a worker fails half-way; `version` is then None until a
@@ -285,6 +284,7 @@ class RolloutEngine:
                 raise ValueError(f"prompt {i} has a token id outside 0..{self._vocab_size - 1}")
 
 
+_NO_VERSION = "no version of the weights: call load_weights or mark_loaded first"
 _INCOMPLETE = "the weights are incomplete, since loading them failed half-way: load them again"
 
 
@@ -297,6 +297,7 @@ def _set_environment(device: str, enforce_eager: bool, cpu_bind: str) -> None:
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # scheduler in this process: one process fewer to start and to talk to
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "30")  # a killed worker leaves files in /dev/shm
     if device == "cpu":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cpu_bind
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only; kv_cache_memory_bytes says it instead

@@ -1,0 +1,119 @@
+"""The `moerl` command. Errors a user can mend are one line; everything else keeps its traceback."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration")]
+Overrides = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override one key, e.g. trainer.steps=2")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the resolved configuration and placement, start nothing")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on from the last complete checkpoint in trainer.output")]
+
+
+@app.command()
+def train(config: ConfigFile, set: Overrides = [], dry_run: DryRun = False, resume: Resume = False) -> None:
+    """Reinforcement learning (PPO, GRPO)."""
+    from moerl.config.schema import TrainConfig
+
+    with user_errors():
+        loaded = _load(config, TrainConfig, set)
+        if dry_run:
+            return _show(loaded)
+        from moerl.controller.train import train as run
+        from moerl.track.display import RL_COLUMNS
+
+        _report(run(loaded, resume=resume, command=sys.argv), loaded.trainer.output, RL_COLUMNS)
+
+
+@app.command()
+def sft(config: ConfigFile, set: Overrides = [], dry_run: DryRun = False, resume: Resume = False) -> None:
+    """Supervised fine-tuning."""
+    from moerl.config.schema import SFTConfig
+
+    with user_errors():
+        loaded = _load(config, SFTConfig, set)
+        if dry_run:
+            return _show(loaded)
+        from moerl.controller.sft import sft as run
+
+        columns = {"step": "step", "loss": "loss", "grad_norm": "grad norm", "lr": "lr", "tokens_per_s": "tokens/s"}
+        _report(run(loaded, resume=resume, command=sys.argv), loaded.trainer.output, columns)
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, hardware, and whether the parts moerl stands on are there and fit together."""
+    from moerl.doctor import report
+
+    raise typer.Exit(report())
+
+
+def _load(path: Path, cls, overrides: list[str]):
+    from moerl.config.load import load
+
+    return load(path, cls, overrides)
+
+
+def _show(config) -> None:
+    from moerl.controller.run import plan
+
+    print(plan(config).describe())
+
+
+def _report(exported: Path, output: str, columns: dict[str, str]) -> None:
+    """The table of the run and where everything it wrote lies."""
+    from moerl.track import display, metrics, plot
+
+    output = Path(output)
+    rows = metrics.read(output / "metrics.jsonl")
+    display.table(rows, columns)
+    written = {"metrics": output / "metrics.jsonl", "TensorBoard": output, "record": output / "run.json",
+               "checkpoints": output / "checkpoints", "Hugging Face model": exported}
+    if "reward" in rows[-1]:
+        written["reward curve"] = plot.reward_curve(output / "metrics.jsonl", output / "reward.png") or output / "reward.png"
+    for what, path in written.items():
+        print(f"{what:>20}: {path}")
+
+
+class user_errors:
+    """Print errors that a user can mend as lines, without a traceback, and exit with 1."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if kind is None or not issubclass(kind, _mendable()):
+            return False
+        for line in str(error).splitlines():
+            print(f"error: {line}" if line == str(error).splitlines()[0] else f"       {line}", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def _mendable() -> tuple[type[BaseException], ...]:
+    from moerl.config.load import ConfigError
+    from moerl.layout import LayoutError
+    from moerl.models.arch import ModelError
+
+    kinds: list[type[BaseException]] = [ConfigError, LayoutError, ModelError]
+    if "moerl.controller.data" in sys.modules:
+        from moerl.controller.data import DataError
+
+        kinds.append(DataError)
+    if "moerl.controller.train" in sys.modules:
+        from moerl.controller.checkpoints import CheckpointError
+        from moerl.controller.schedule import ScheduleError
+        from moerl.rewards.score import RewardError
+        from moerl.rollout.remote import RemoteError
+
+        kinds += [CheckpointError, ScheduleError, RewardError, RemoteError]
+    return tuple(kinds)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,105 @@
+"""The training side on Ray, as the driver sees it: a `WorkerGroup` of ranks and the `Role`s (models) that live on it."""
+
+from __future__ import annotations
+
+import numpy as np
+import ray
+
+from moerl.controller.schedule import micro_batches
+from moerl.controller.worker import MegatronWorker, ModelSpec
+from moerl.layout import ParallelLayout
+from moerl.rollout.remote import collect
+from moerl.sample import Sample
+
+
+class WorkerGroup:
+    """The ranks of one layout, one Ray actor each. `places` holds the scheduling options of every rank's actor."""
+
+    def __init__(self, name: str, layout: ParallelLayout, places: list[dict], device: str):
+        self.name, self.layout = name, layout
+        actor = ray.remote(MegatronWorker)
+        self.workers = [
+            actor.options(num_cpus=0, **place).remote(rank, layout, device) for rank, place in zip(range(layout.world), places)
+        ]
+
+    def start(self, seed: int, timeout_s: float) -> list[dict]:
+        """Bring the ranks up and let them find each other. Returns every rank's description."""
+        where = self.call("describe", timeout_s=timeout_s)
+        self.call("start", where[0]["master"], seed, timeout_s, timeout_s=timeout_s)
+        return where
+
+    def call(self, method: str, *args, per_dp: list | None = None, timeout_s: float | None = None) -> list:
+        """`method(*args)` on every rank; results by rank. With `per_dp` its entry for the rank's data-parallel index comes first."""
+        return list(collect(self.refs(method, *args, per_dp=per_dp), timeout_s).values())
+
+    def refs(self, method: str, *args, per_dp: list | None = None) -> dict[str, ray.ObjectRef]:
+        shared = None if per_dp is None else [ray.put(part) for part in per_dp]
+        refs = {}
+        for rank, worker in enumerate(self.workers):
+            first = () if shared is None else (shared[self.layout.coords(rank).dp],)
+            refs[f"{self.name} rank {rank}"] = getattr(worker, method).remote(*first, *args)
+        return refs
+
+    def speakers(self) -> list[int]:
+        """The rank that answers for each data-parallel index: last pipeline stage, first tensor- and context-parallel rank."""
+        return [self.layout.rank_of(dp=d, pp=self.layout.pp - 1) for d in range(self.layout.dp)]
+
+    def shutdown(self) -> None:
+        for worker in self.workers:
+            ray.kill(worker)
+
+
+class Role:
+    """A model of the run (actor, critic, reference) spread over a worker group. Batches are lists of samples, answers in their order."""
+
+    def __init__(self, group: WorkerGroup, name: str, spec: ModelSpec, max_tokens: int):
+        self.group, self.name, self.max_tokens = group, name, max_tokens
+        group.call("build", name, spec)
+
+    def logprobs(self, samples: list[Sample], temperature: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Log-probability and entropy of every response token."""
+        logp, entropy = self._score(samples, ("logp", "entropy"), "logprobs", self.name, temperature)
+        return logp, entropy
+
+    def values(self, samples: list[Sample]) -> list[np.ndarray]:
+        return self._score(samples, ("values",), "values", self.name)[0]
+
+    def update(self, method: str, samples: list[Sample], *args) -> dict[str, float]:
+        """One optimizer step; the numbers are sums over all ranks, which the weights in the samples make means of the batch."""
+        plan = self._plan(samples)
+        results = self.group.call(method, *args, per_dp=[[[samples[i] for i in micro] for micro in part] for part in plan])
+        answers = [results[rank] for rank in self.group.speakers()]
+        sums = {key: sum(a["sums"][key] for a in answers) for key in answers[0]["sums"]}
+        return sums | {"grad_norm": answers[0]["grad_norm"], "lr": answers[0]["lr"]}
+
+    def shard_refs(self) -> list[ray.ObjectRef]:
+        return list(self.group.refs("shards", self.name).values())
+
+    def shards(self) -> list[list[tuple]]:
+        return self.group.call("shards", self.name)
+
+    def save(self, path: str) -> None:
+        self.group.call("save", self.name, path)
+
+    def load(self, path: str) -> None:
+        self.group.call("load", self.name, path)
+
+    def _plan(self, samples: list[Sample]) -> list[list[list[int]]]:
+        layout = self.group.layout
+        return micro_batches(
+            [len(s.tokens) for s in samples], layout.dp, self.max_tokens, align=layout.tp,
+            count_multiple=layout.pp if layout.vpp > 1 else 1,
+        )
+
+    def _score(self, samples: list[Sample], keys: tuple[str, ...], method: str, *args) -> list[list[np.ndarray]]:
+        plan = self._plan(samples)
+        bare = [Sample(s.tokens, s.prompt) for s in samples]
+        results = self.group.call(method, *args, per_dp=[[[bare[i] for i in micro] for micro in part] for part in plan])
+        answers = [[None] * len(samples) for _ in keys]
+        for rank, part in zip(self.group.speakers(), plan):
+            for micro, result in zip(part, results[rank]):
+                ends = np.cumsum(result["responses"])[:-1]
+                for answer, key in zip(answers, keys):
+                    for index, piece in zip(micro, np.split(result[key].numpy(), ends)):
+                        answer[index] = piece
+        return answers

@@ -1,0 +1,128 @@
+"""Which role runs where: roles of one layout share processes, every group of processes shares the same machines and GPUs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from moerl.config.schema import RunConfig, TrainConfig
+from moerl.layout import LayoutError, ParallelLayout
+from moerl.models.arch import Arch, ModelError
+from moerl.rl import ALGORITHMS
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`groups` are (role names, layout), one set of processes each; `engines` vLLM engines of `engine_tp` workers; `slots` places.
+
+    Slot i holds rank i of every group and one rollout worker; a slot is one GPU, or one process' share of a CPU machine.
+    """
+
+    groups: list[tuple[list[str], ParallelLayout]]
+    engines: int
+    engine_tp: int
+    device: str
+
+    @property
+    def slots(self) -> int:
+        return max([layout.world for _, layout in self.groups] + [self.engines * self.engine_tp])
+
+    def describe(self) -> str:
+        lines = [f"{', '.join(roles)}: {layout.describe()}, slots 0-{layout.world - 1}" for roles, layout in self.groups]
+        if self.engines:
+            last = self.engines * self.engine_tp - 1
+            lines.append(f"rollout: {self.engines} vLLM engine{'s' * (self.engines > 1)} TP{self.engine_tp}, slots 0-{last}")
+        return "\n".join([*lines, f"{self.slots} slots ({'one GPU each' if self.device == 'cuda' else 'CPU processes'})"])
+
+
+def resolve_device(device: str) -> str:
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def roles_of(config: RunConfig) -> dict[str, ParallelLayout]:
+    """The roles this run needs and their layouts; a role without one of its own has the actor's."""
+    layouts = {"actor": config.actor.layout}
+    if isinstance(config, TrainConfig):
+        if ALGORITHMS[config.algorithm.name].NEEDS_CRITIC:
+            layouts["critic"] = config.critic.layout or config.actor.layout
+        if config.algorithm.kl_coef > 0:
+            layouts["reference"] = config.reference.layout or config.actor.layout
+    return {role: layout.resolve() for role, layout in layouts.items()}
+
+
+def place(config: RunConfig, arch: Arch) -> Placement:
+    """The placement of a run; every rule of every layout is checked here, before any process starts."""
+    groups: dict[ParallelLayout, list[str]] = {}
+    for role, layout in roles_of(config).items():
+        try:
+            layout.check(arch.dims())
+        except LayoutError as error:
+            raise LayoutError("\n".join(f"{role}.layout: {line}" for line in str(error).splitlines())) from None
+        if layout.cp > 1 and resolve_device(config.cluster.device) == "cpu":
+            raise LayoutError(f"{role}.layout: cp {layout.cp} needs Transformer Engine, which runs on GPUs; on a CPU cp must be 1")
+        groups.setdefault(layout, []).append(role)
+    engines, tp = 0, 1
+    if isinstance(config, TrainConfig):
+        engines, tp = config.rollout.layout.dp, config.rollout.layout.tp
+        for what, number in (("attention heads", arch.heads), ("padded vocabulary", -(-arch.vocab // 64) * 64)):
+            if number % tp:
+                raise LayoutError(f"rollout.layout: {what} {number} are not divisible by tp {tp}")
+        if tp > arch.kv_heads and tp % arch.kv_heads:
+            raise LayoutError(f"rollout.layout: tp {tp} is not a multiple of the {arch.kv_heads} key/value heads")
+    return Placement([(roles, layout) for layout, roles in groups.items()], engines, tp, resolve_device(config.cluster.device))
+
+
+def check_tokenizer(tokenizer, arch: Arch, path: str) -> None:
+    if len(tokenizer) > arch.vocab:
+        raise ModelError(f"{path}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary is {arch.vocab}")
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"{path}: the tokenizer has no end token (eos)")
+
+
+class Cluster:
+    """A running Ray with one placement group of the run's slots, slots of one node next to each other."""
+
+    def __init__(self, placement: Placement, address: str | None, timeout_s: float):
+        import ray
+        from ray.util.placement_group import placement_group, placement_group_table
+
+        self.placement = placement
+        gpu = placement.device == "cuda"
+        address = address or os.environ.get("RAY_ADDRESS")
+        local = {} if address else dict(num_cpus=placement.slots, include_dashboard=False)
+        # Ray's own environment hook would replay "uv run"; workers inherit this interpreter and this environment.
+        ray.init(address=address, log_to_driver=False, logging_level="WARNING", **local)
+        bundle = {"CPU": 1, "GPU": 1} if gpu else {"CPU": 1}
+        self.group = placement_group([bundle] * placement.slots, strategy="PACK")
+        if not self.group.wait(timeout_s):
+            have = ray.cluster_resources()
+            kind = "GPU" if gpu else "CPU"
+            raise RuntimeError(f"the run needs {placement.slots} {kind}s, the Ray cluster offers {have.get(kind, 0):g} (waited {timeout_s:.0f} s)")
+        nodes = placement_group_table(self.group)["bundles_to_node_id"]
+        self.bundles = sorted(range(placement.slots), key=lambda i: (nodes[i], i))
+        self.nodes = [nodes[i] for i in self.bundles]
+        self._share = 1 / (len(placement.groups) + 1) if gpu else 0
+
+    def rank_options(self, slot: int) -> dict:
+        return {"num_gpus": self._share, "scheduling_strategy": self._strategy(slot)}
+
+    def engine_options(self, engine: int) -> dict:
+        """Options of the actor of one engine; its workers must be on one node, since vLLM starts them as local processes."""
+        slots = range(engine * self.placement.engine_tp, (engine + 1) * self.placement.engine_tp)
+        if len({self.nodes[s] for s in slots}) > 1:
+            raise RuntimeError(f"rollout engine {engine}: its {len(slots)} workers do not fit on one node; lower rollout.layout.tp")
+        return {"num_gpus": 0, "scheduling_strategy": self._strategy(slots[0])}
+
+    def _strategy(self, slot: int):
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[slot])
+
+    def shutdown(self) -> None:
+        import ray
+
+        ray.shutdown()

@@ -1,0 +1,155 @@
+"""Start and end of a run: checks, output directory, processes, models, records. What `train` and `sft` share."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from moerl.config.load import dump
+from moerl.config.schema import OptimizerConfig, RunConfig, TrainConfig
+from moerl.controller import checkpoints
+from moerl.controller.group import Role, WorkerGroup
+from moerl.controller.placement import Cluster, Placement, check_tokenizer, place
+from moerl.controller.worker import ModelSpec
+from moerl.models import params_of, read_arch
+from moerl.models.arch import Arch
+from moerl.models.checkpoint import HFReader, write_hf
+from moerl.models.tensormap import Assembler, hf_shapes
+from moerl.rollout.group import Rollout
+from moerl.track.record import finish_run, write_run
+
+
+@dataclass
+class Plan:
+    """All that is known before a process starts."""
+
+    config: RunConfig
+    arch: Arch
+    placement: Placement
+    tokenizer: object
+
+    def describe(self) -> str:
+        return f"{dump(self.config)}\n# placement\n{self.placement.describe()}"
+
+
+def plan(config: RunConfig) -> Plan:
+    """Check everything that can be checked on the driver alone: model, every layout, checkpoint tensors, tokenizer."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoTokenizer
+
+    arch = read_arch(config.model.path)
+    placement = place(config, arch)
+    HFReader(config.model.path).check(hf_shapes(params_of(arch).values()))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    check_tokenizer(tokenizer, arch, config.model.path)
+    return Plan(config, arch, placement, tokenizer)
+
+
+def prepare_output(output: Path, resume: bool) -> Path | None:
+    """The checkpoint to go on from (with `resume`), else an empty output directory: an earlier run in it is moved aside, not lost."""
+    if resume:
+        found = checkpoints.latest(output / "checkpoints")
+        if found is None:
+            raise checkpoints.CheckpointError(f"{output}: no complete checkpoint to resume from")
+        return found
+    if output.exists() and any(output.iterdir()):
+        number = next(i for i in range(1, 10**6) if not output.with_name(f"{output.name}.{i}").exists())
+        os.replace(output, output.with_name(f"{output.name}.{number}"))
+        print(f"{output} holds an earlier run: moved to {output.name}.{number}")
+    output.mkdir(parents=True, exist_ok=True)
+    return None
+
+
+class Processes:
+    """The processes of a run and the models in them. Everything starts at once; the constructor returns when all is ready."""
+
+    def __init__(self, plan: Plan):
+        config, placement = plan.config, plan.placement
+        timeout = config.cluster.start_timeout_s
+        self.arch = plan.arch
+        self.cluster = Cluster(placement, config.cluster.address, timeout)
+        self.groups = [
+            WorkerGroup("/".join(names), layout, [self.cluster.rank_options(r) for r in range(layout.world)], placement.device)
+            for names, layout in placement.groups
+        ]
+        self.roles: dict[str, Role] = {}
+        gpus = self._start_groups(config, timeout)
+        self.rollout = self._start_rollout(config, gpus) if placement.engines else None
+        for group, (names, _) in zip(self.groups, placement.groups):
+            for name in names:
+                self.roles[name] = Role(group, name, model_spec(config, plan.arch, name), max_tokens(config, name))
+        if self.rollout:
+            self.rollout.wait_ready(timeout)
+
+    def _start_groups(self, config: RunConfig, timeout: float) -> list[str]:
+        gpus: list[str] = []
+        for group in self.groups:
+            where = group.start(config.trainer.seed, timeout)
+            gpus = max(gpus, [gpu for rank in where for gpu in rank["gpus"]], key=len)
+        return gpus
+
+    def _start_rollout(self, config: TrainConfig, gpus: list[str]) -> Rollout:
+        r, tp = config.rollout, config.rollout.layout.tp
+        device = self.cluster.placement.device
+        options = dict(
+            model=str(Path(config.model.path).resolve()), tp=tp, dtype=r.dtype or config.model.dtype, device=device,
+            max_model_len=config.data.max_prompt_tokens + r.sampling.max_tokens, kv_cache_gib=r.kv_cache_gib,
+            gpu_memory_utilization=r.gpu_memory_utilization, enforce_eager=r.enforce_eager or device == "cpu",
+            max_num_seqs=r.max_num_seqs, seed=config.trainer.seed,
+        )
+        places = [
+            (self.cluster.engine_options(i), gpus[i * tp : (i + 1) * tp] or None) for i in range(self.cluster.placement.engines)
+        ]
+        return Rollout(places, options)
+
+    def trained(self) -> dict[str, Role]:
+        return {name: role for name, role in self.roles.items() if name != "reference"}
+
+    def export(self, path: Path, side_files: str, dtype: str) -> Path:
+        """Write the actor as a Hugging Face checkpoint."""
+        whole = Assembler(params_of(self.arch))
+        for shards in self.roles["actor"].shards():
+            for shard in shards:
+                whole.add(*shard)
+        return write_hf(path, whole.finish(), side_files, dtype=dtype)
+
+    def shutdown(self) -> None:
+        self.cluster.shutdown()
+
+
+def model_spec(config: RunConfig, arch: Arch, role: str) -> ModelSpec:
+    if role == "reference":
+        return ModelSpec(arch, config.model.path, config.model.dtype)
+    optimizer: OptimizerConfig = getattr(config, role).optimizer
+    o = optimizer.model_dump(include={"betas", "eps", "weight_decay", "clip_grad"})
+    schedule = dict(
+        lr=optimizer.lr, min_lr=optimizer.min_lr, kind=optimizer.schedule, warmup=optimizer.warmup_steps, total=updates(config)
+    )
+    return ModelSpec(arch, config.model.path, config.model.dtype, value_head=role == "critic", optimizer=o, schedule=schedule)
+
+
+def updates(config: RunConfig) -> int:
+    """Optimizer steps of the whole run."""
+    if not isinstance(config, TrainConfig):
+        return config.trainer.steps
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    return config.trainer.steps * config.algorithm.epochs * -(-samples // (config.algorithm.mini_batch or samples))
+
+
+def max_tokens(config: RunConfig, role: str) -> int:
+    own = getattr(config, role).max_tokens_per_rank
+    return own or config.actor.max_tokens_per_rank
+
+
+@contextmanager
+def recorded(plan: Plan, output: Path, command: list[str]):
+    """`run.json` around a run: written at the start, closed with what became of it."""
+    write_run(output, plan.config, command, {"trainer": plan.config.trainer.seed}, {"placement": plan.placement.describe()})
+    try:
+        yield
+    except BaseException as error:
+        finish_run(output, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", f"{type(error).__name__}: {error}")
+        raise
+    finish_run(output, "finished")
