@@ -184,6 +184,13 @@ def test_samples_depend_on_their_own_seed_only(engine: RolloutEngine) -> None:
     assert alike[0][1] != alike[1][0]  # seed 1, sample 1 is not seed 2, sample 0
 
 
+def test_seeded_samples_survive_more_prompt_tokens_than_one_step_takes(engine: RolloutEngine) -> None:
+    prompts = [[i, *PROMPTS[3]] for i in range(50)]
+    together = engine.generate(prompts, **SAMPLING | {"n": 1, "seeds": list(range(50))})
+    alone = engine.generate(prompts[49:], **SAMPLING | {"n": 1, "seeds": [49]})
+    assert together[49][0].token_ids == alone[0][0].token_ids
+
+
 def test_stop_token_ends_a_completion_and_stays_in_it(engine: RolloutEngine) -> None:
     (full,), = engine.generate(PROMPTS[:1], **GREEDY)
     stop = full.token_ids[3]
@@ -199,7 +206,7 @@ def test_stop_token_ends_a_completion_and_stays_in_it(engine: RolloutEngine) -> 
     [
         ({"temperature": 0.001}, "temperature is 0.001, must be 0"),
         ({"seeds": [1]}, "1 seeds for 4 prompts"),
-        ({"max_tokens": 100}, r"prompt 3 has 200 tokens, must have 1 to 156 \(max_model_len 256 - max_tokens 100\)"),
+        ({"max_tokens": 100}, r"prompt 3 has 200 tokens, must have 1 to 156 \(max_model_len - max_tokens\)"),
         ({"prompts": [[1], [VOCAB]], "seeds": None}, "prompt 1 has a token id outside 0..130"),
         ({"prompts": [[]], "seeds": None}, "prompt 0 has 0 tokens"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ class MegatronWorker:
             optimizer=spec.optimizer, schedule=Schedule(**spec.schedule) if spec.schedule else None,
         )
         self.models[role].load_hf(spec.path)
+        # Saving collects garbage over and over; what lives as long as the process need not be looked at each time.
+        gc.collect()
+        gc.freeze()
 
     def logprobs(self, micro_batches: list[list[Sample]], role: str, temperature: float) -> list[dict]:
         return self.models[role].logprobs(micro_batches, temperature)

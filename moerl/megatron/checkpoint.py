@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from moerl.megatron.model import Model
 from moerl.megatron.optimizer import init_states, restore
@@ -62,6 +64,9 @@ def save(model: Model, path: str) -> None:
         Path(path).mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     common = {"updates": model.updates, "layout": asdict(model.layout)}
+    # Megatron hands results over through a manager process, which serves asynchronous saves and takes seconds to start on every rank;
+    # this save is over when the call returns, so a queue in this process does.
+    filesystem_async._results_queue = queue.SimpleQueue()
     state = _state(model, loading=False) | common | {"rng": _rng_object(_rng_state())}
     dist_checkpointing.save(state, path, validate_access_integrity=True)
 

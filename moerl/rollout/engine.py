@@ -1,7 +1,7 @@
 """One vLLM engine: prompts in, sampled tokens with their log-probabilities out, weights replaced between steps.
 
-`RolloutEngine` is a plain class, so it runs in the caller's process or as a Ray actor (`ray.remote(RolloutEngine)`).
-A script that builds one needs the usual `if __name__ == "__main__":` guard, since its workers are spawned processes.
+`RolloutEngine` is a plain class: it runs in the caller's process, or as a Ray actor (`ray.remote(RolloutEngine)`).
+Its workers are spawned processes, so a script that builds one needs an `if __name__ == "__main__":` guard.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Completion:
     """One sampled continuation.
 
     `token_ids` ends with the stop token when `finish_reason` is "stop"; "length" means `max_tokens` were sampled.
-    `logprobs[t]` is the natural-log probability of `token_ids[t]` under the distribution it was drawn from, that is
-    with the temperature applied (greedy: temperature 1). `version` names the weights that sampled it.
+    `logprobs[t]` is the natural-log probability of `token_ids[t]` with the temperature applied (greedy: temperature 1).
+    `version` names the weights that sampled it.
     """
 
     token_ids: list[int]
@@ -182,8 +182,8 @@ class RolloutEngine:
     ) -> list[list[Completion]]:
         """Sample `n` completions of every prompt from the full vocabulary; result[i][j] is sample j of prompt i.
 
-        `temperature` 0 means greedy. `seeds` holds one seed a prompt; sample j draws from a stream that depends on
-        (seeds[i], j) alone, not on what else is in the batch. Only `stop_token_ids` and `max_tokens` end a completion.
+        `temperature` 0 means greedy. `seeds` holds one seed a prompt; the random stream of sample j depends on
+        (seeds[i], j) alone, not on the rest of the batch. Only `stop_token_ids` and `max_tokens` end a completion.
 
         Raises RuntimeError when no version of the weights is loaded, ValueError for a request vLLM cannot serve.
         """
@@ -267,19 +267,15 @@ class RolloutEngine:
         logprobs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
         return Completion(list(output.token_ids), logprobs, output.finish_reason, self._version)
 
-    def _check_request(
-        self, prompts: list[list[int]], temperature: float, max_tokens: int, seeds: list[int] | None
-    ) -> None:
+    def _check_request(self, prompts: list[list[int]], temperature: float, max_tokens: int, seeds: list | None) -> None:
         if temperature != 0 and temperature < MIN_TEMPERATURE:
             raise ValueError(f"temperature is {temperature}, must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         if seeds is not None and len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts, must be one a prompt")
+        room = self._max_model_len - max_tokens
         for i, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= self._max_model_len - max_tokens:
-                raise ValueError(
-                    f"prompt {i} has {len(prompt)} tokens, must have 1 to {self._max_model_len - max_tokens} "
-                    f"(max_model_len {self._max_model_len} - max_tokens {max_tokens})"
-                )
+            if not 0 < len(prompt) <= room:
+                raise ValueError(f"prompt {i} has {len(prompt)} tokens, must have 1 to {room} (max_model_len - max_tokens)")
             if min(prompt) < 0 or max(prompt) >= self._vocab_size:
                 raise ValueError(f"prompt {i} has a token id outside 0..{self._vocab_size - 1}")
 
