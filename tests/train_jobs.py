@@ -60,18 +60,15 @@ def step(made, batch, rank, layout, max_tokens=64):
 
 
 def total(results, key="loss"):
-    """Sum of a statistic over the data-parallel ranks, from the last pipeline stage's first tensor rank of each."""
-    return sum(r["sums"][key] for r in results if r["sums"]) / max(1, sum(1 for r in results if r["sums"]) / _dp(results))
-
-
-def _dp(results):
-    return results[0]["dp"]
+    """A statistic of the whole batch: the sum over data-parallel ranks; every tensor-parallel rank of one reports the same number."""
+    layout = results[0]["layout"]
+    return sum(results[layout.rank_of(dp=d, pp=layout.pp - 1)]["sums"].get(key, 0.0) for d in range(layout.dp))
 
 
 def train_job(rank, layout, path, steps, value_head=False):
     made = make(rank, layout, path, value_head=value_head)
     out = [step(made, samples(seed=i), rank, layout) for i in range(steps)]
-    return [o | {"dp": layout.dp} for o in out]
+    return [o | {"layout": layout} for o in out]
 
 
 def save_job(rank, layout, path, steps, directory, value_head=False):
@@ -89,4 +86,4 @@ def resume_job(rank, layout, path, first, steps, directory, value_head=False):
     made = make(rank, layout, path, value_head=value_head)
     checkpoint.load(made, directory)
     out = [step(made, samples(seed=i), rank, layout) for i in range(first, first + steps)]
-    return [o | {"dp": layout.dp} for o in out]
+    return [o | {"layout": layout} for o in out]

@@ -69,7 +69,8 @@ class Role:
         plan = self._plan(samples)
         results = self.group.call(method, *args, per_dp=[[[samples[i] for i in micro] for micro in part] for part in plan])
         answers = [results[rank] for rank in self.group.speakers()]
-        sums = {key: sum(a["sums"][key] for a in answers) for key in answers[0]["sums"]}
+        keys = dict.fromkeys(key for a in answers for key in a["sums"])  # a rank without samples has none
+        sums = {key: sum(a["sums"].get(key, 0.0) for a in answers) for key in keys}
         return sums | {"grad_norm": answers[0]["grad_norm"], "lr": answers[0]["lr"]}
 
     def shard_refs(self) -> list[ray.ObjectRef]:
@@ -98,6 +99,8 @@ class Role:
         answers = [[None] * len(samples) for _ in keys]
         for rank, part in zip(self.group.speakers(), plan):
             for micro, result in zip(part, results[rank]):
+                if not micro:
+                    continue
                 ends = np.cumsum(result["responses"])[:-1]
                 for answer, key in zip(answers, keys):
                     for index, piece in zip(micro, np.split(result[key].numpy(), ends)):

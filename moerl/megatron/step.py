@@ -40,7 +40,8 @@ def value_head(output: Tensor, batch: MicroBatch) -> tuple[Tensor, dict]:
 def run(chunks: list[torch.nn.Module], micro_batches: list[list[Sample]], head: Head, *, align: int, train: bool) -> list[dict]:
     """Run Megatron's schedule over the micro-batches; gradients accumulate in the chunks when `train`.
 
-    Returns the head's results, one a micro-batch in order, on the last pipeline stage; an empty list elsewhere.
+    Returns the head's results, one a micro-batch in order ({} for one without samples), on the last pipeline stage; an empty list
+    elsewhere.
     """
     device = torch.cuda.current_device()
     sizes = [packed_length(samples, align) for samples in micro_batches]
@@ -54,7 +55,8 @@ def run(chunks: list[torch.nn.Module], micro_batches: list[list[Sample]], head: 
         output = chunk(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
 
         def loss(output: Tensor):
-            value, results = head(output, batch)
+            # A placeholder has no response tokens: nothing to add to the loss, but its backward pass takes part in every collective.
+            value, results = head(output, batch) if batch.responses else (output.sum() * 0, {})
             return value, torch.zeros((), dtype=torch.int, device=value.device), results
 
         return output, loss

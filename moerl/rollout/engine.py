@@ -60,7 +60,6 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """
     import torch
     from safetensors.torch import _TYPES
-
     dtype_names = {dtype: name for name, dtype in _TYPES.items()}
     names = sorted(tensors, key=layer_order)
     header, end = {}, 0
@@ -77,10 +76,8 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     text += b" " * (-len(text) % 8)
     free = shutil.disk_usage(path.parent).free
     if len(text) + end > free:
-        raise OSError(
-            f"weights need {(len(text) + end) / 2**30:.2f} GiB in {path.parent}, which has {free / 2**30:.2f} GiB "
-            "free: enlarge it (in a container: --shm-size)"
-        )
+        sizes = f"{(len(text) + end) / 2**30:.2f} GiB in {path.parent}, which has {free / 2**30:.2f} GiB free"
+        raise OSError(f"weights need {sizes}: enlarge it (in a container: --shm-size)")
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
@@ -225,9 +222,8 @@ class RolloutEngine:
         All or nothing: names, shapes and dtypes are checked on every worker before any weight is touched. While it
         runs, /dev/shm holds the whole model. Returns the seconds it took.
 
-        Raises ValueError when the tensors do not fit the model and OSError when they do not fit /dev/shm; the old
-        version then still serves. Raises RuntimeError when a worker fails half-way; `version` is then None until a
-        load succeeds.
+        Raises ValueError when the tensors do not fit the model, OSError when /dev/shm lacks room: the old version still
+        serves. Raises RuntimeError when a worker fails half-way: `version` is None until a load succeeds.
         """
         start = time.perf_counter()
         path = SHARED_MEMORY / f"moerl-weights-{os.getpid()}-{uuid.uuid4().hex}.safetensors"
@@ -275,7 +271,8 @@ class RolloutEngine:
         room = self._max_model_len - max_tokens
         for i, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= room:
-                raise ValueError(f"prompt {i} has {len(prompt)} tokens, must have 1 to {room} (max_model_len - max_tokens)")
+                rule = f"must have 1 to {room} (max_model_len - max_tokens)"
+                raise ValueError(f"prompt {i} has {len(prompt)} tokens, {rule}")
             if min(prompt) < 0 or max(prompt) >= self._vocab_size:
                 raise ValueError(f"prompt {i} has a token id outside 0..{self._vocab_size - 1}")
 
