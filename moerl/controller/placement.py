@@ -94,8 +94,7 @@ class Cluster:
         gpu = placement.device == "cuda"
         address = address or os.environ.get("RAY_ADDRESS")
         local = {} if address else dict(num_cpus=placement.slots, include_dashboard=False)
-        # Ray's own environment hook would replay "uv run"; workers inherit this interpreter and this environment.
-        ray.init(address=address, log_to_driver=False, logging_level="WARNING", **local)
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
         bundle = {"CPU": 1, "GPU": 1} if gpu else {"CPU": 1}
         self.group = placement_group([bundle] * placement.slots, strategy="PACK")
         if not self.group.wait(timeout_s):

@@ -144,9 +144,9 @@ def update(experience: Experience, processes: Processes, config: TrainConfig, st
                 found |= {f"critic/{name}": value for name, value in numbers.items()}
             for name, value in found.items():
                 logs.setdefault(name, []).append(value)
-    return {name: float(np.mean(values)) for name, values in logs.items()} | {
-        f"first/{name}": logs[f"actor/{name}"][0] for name in ("ratio", "approx_kl")
-    }
+    means = {name: float(np.mean(values)) for name, values in logs.items()}
+    means |= {f"first/{name}": logs[f"actor/{name}"][0] for name in ("ratio", "approx_kl")}
+    return means | ({"value_loss": means["critic/value_loss"]} if "critic/value_loss" in means else {})
 
 
 def summary(experience: Experience, config: TrainConfig) -> dict[str, float]:

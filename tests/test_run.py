@@ -1,0 +1,164 @@
+"""Whole runs of the command on this machine: Megatron ranks, vLLM, Ray, checkpoints, and what happens when something breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moerl.track.metrics import read
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 240
+
+REWARDS = '''
+import os, signal
+calls = {"n": 0}
+
+def dense(prompt, response, record):
+    """Share of digits, a signal that exists before any training."""
+    return sum(c.isdigit() for c in response) / max(1, len(response))
+
+def breaks_in_step_2(prompt, response, record):
+    calls["n"] += 1
+    if calls["n"] == 25:
+        raise KeyError("answer key of the user")
+    return dense(prompt, response, record)
+
+def kills_a_rank_in_step_2(prompt, response, record):
+    import psutil
+    calls["n"] += 1
+    if calls["n"] == 25:
+        ranks = [p for p in psutil.process_iter(["cmdline"]) if "ray::MegatronWorker" in " ".join(p.info["cmdline"] or [])
+                 and os.getpid() in [a.pid for a in p.parents()]]
+        open(os.path.join(os.path.dirname(__file__), "killed.pid"), "w").write(str(ranks[1].pid))
+        ranks[1].send_signal(signal.SIGKILL)
+    return dense(prompt, response, record)
+'''
+
+CONFIG = """
+model: {path: PATH/start, dtype: float32}
+data: {prompts: "reasoning_gym:chain_sum", options: {max_terms: 2, max_digits: 2}, size: 64, max_prompt_tokens: 64}
+rollout: {layout: {tp: 2}, prompts_per_step: 8, samples_per_prompt: 2, sampling: {max_tokens: 8}, kv_cache_gib: 0.1}
+actor: {layout: {tp: 2, pp: 2, ep: 2}, max_tokens_per_rank: 256, optimizer: {lr: 1.0e-3}}
+critic: {optimizer: {lr: 1.0e-3}}
+reward: {function: "PATH/rewards.py:dense"}
+algorithm: {kl_coef: 0.05, mini_batch: 8, entropy_coef: 0.01, lam: 0.9}
+trainer: {steps: 3, output: PATH/out, checkpoint_every: 1, keep: 2, seed: 3}
+cluster: {device: cpu}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    subprocess.run([sys.executable, "-m", "moerl.demo_model", "--out", str(path / "start")], check=True, cwd=ROOT, capture_output=True)
+    (path / "rewards.py").write_text(REWARDS)
+    (path / "config.yaml").write_text(CONFIG.replace("PATH", str(path)))
+    return path
+
+
+def moerl(home: Path, *arguments: str) -> subprocess.CompletedProcess:
+    # A Ray of another run on this machine must not be joined.
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "moerl.cli", "train", str(home / "config.yaml"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT, env=env)
+
+
+@pytest.fixture(scope="module")
+def straight(home):
+    """Three PPO steps without a stop."""
+    done = moerl(home, "--set", f"trainer.output={home}/straight")
+    assert done.returncode == 0, done.stderr
+    return home / "straight", done
+
+
+def test_first_step_is_on_policy(straight):
+    """Before any update: ratio 1, no divergence from the reference, and vLLM's log-probs are Megatron's."""
+    first = read(straight[0] / "metrics.jsonl")[0]
+    assert abs(first["first/ratio"] - 1) < 1e-5
+    assert abs(first["kl"]) < 1e-6 and abs(first["first/approx_kl"]) < 1e-6
+    assert first["mismatch/max_logp_gap"] < 1e-3
+
+
+def test_every_sync_reaches_vllm(straight):
+    """Log-probs of sampling equal Megatron's after each update; a stale or half-loaded engine is far off."""
+    rows = read(straight[0] / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[-1]["kl"] > 1e-5, "the policy did not move: the test would prove nothing"
+    assert all(row["mismatch/max_logp_gap"] < 1e-3 for row in rows)
+
+
+def test_what_a_run_leaves(straight):
+    output, done = straight
+    record = json.loads((output / "run.json").read_text())
+    assert record["status"] == "finished"
+    assert "value loss" in done.stdout and "sync time" in done.stdout
+    assert list(output.glob("events.*")) or list(output.rglob("events.out*"))
+    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["step_000002", "step_000003"], "the last two are kept"
+    assert (output / "reward.png").stat().st_size > 5000
+
+
+def test_export_loads_in_transformers(straight):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(straight[0] / "hf")
+    model, info = AutoModelForCausalLM.from_pretrained(straight[0] / "hf", output_loading_info=True, dtype=torch.float32)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "1 + 2"}], add_generation_prompt=True, return_tensors="pt")
+    ids = ids["input_ids"] if not torch.is_tensor(ids) else ids
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def comparable(row: dict) -> dict:
+    return {k: v for k, v in row.items() if not k.startswith("time/") and k not in ("tokens_per_s", "sync_s", "time", "wall")}
+
+
+def test_stopped_by_a_reward_and_resumed_equals_never_stopped(home, straight):
+    """A reward that raises stops the run with the sample named and the trained step kept; resuming repeats and skips nothing."""
+    from moerl.models.checkpoint import HFReader
+
+    output = f"trainer.output={home}/stopped"
+    broken = moerl(
+        home, "--set", output, "--set", f"reward.function={home}/rewards.py:breaks_in_step_2", "--set", "trainer.checkpoint_every=0"
+    )
+    assert broken.returncode == 1
+    assert "sample 8: KeyError" in broken.stderr and "answer key of the user" in broken.stderr and "Traceback" not in broken.stderr
+    assert json.loads((home / "stopped" / "run.json").read_text())["status"] == "failed"
+    resumed = moerl(home, "--set", output, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    never, again = (read(path / "metrics.jsonl") for path in (straight[0], home / "stopped"))
+    assert [row["step"] for row in again] == [1, 2, 3]
+    for a, b in zip(never, again):
+        assert comparable(a).keys() == comparable(b).keys()
+        for name, value in comparable(a).items():
+            assert b[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (a["step"], name)
+    one, two = HFReader(straight[0] / "hf"), HFReader(home / "stopped" / "hf")
+    for name in one.files:
+        np.testing.assert_allclose(one._slice(name)[:].numpy(), two._slice(name)[:].numpy(), atol=1e-5)
+
+
+def test_a_killed_rank_is_named_at_once(home):
+    """GRPO (no critic is started); a rank is killed in step 2: the driver names it within seconds, and nothing hangs."""
+    began = time.monotonic()
+    done = moerl(
+        home, "--set", f"trainer.output={home}/killed", "--set", f"reward.function={home}/rewards.py:kills_a_rank_in_step_2",
+        "--set", "algorithm.name=grpo",
+    )
+    assert done.returncode == 1
+    assert re.search(r"error: actor/reference rank \d died", done.stderr), done.stderr
+    assert f"pid: {(home / 'killed.pid').read_text()}\n" in done.stderr
+    record = json.loads((home / "killed" / "run.json").read_text())
+    assert "critic" not in record["extra"]["placement"]
+    first = read(home / "killed" / "metrics.jsonl")[0]
+    assert "critic/value_loss" not in first and first["step"] == 1
+    assert (home / "killed" / "checkpoints" / "step_000001" / "manifest.json").is_file()
+    assert time.monotonic() - began < 120
