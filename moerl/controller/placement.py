@@ -64,6 +64,7 @@ def place(config: RunConfig, arch: Arch) -> Placement:
             raise LayoutError("\n".join(f"{role}.layout: {line}" for line in str(error).splitlines())) from None
         if layout.cp > 1 and resolve_device(config.cluster.device) == "cpu":
             raise LayoutError(f"{role}.layout: cp {layout.cp} needs Transformer Engine, which runs on GPUs; on a CPU cp must be 1")
+        _check_longest(config, role)
         groups.setdefault(layout, []).append(role)
     engines, tp = 0, 1
     if isinstance(config, TrainConfig):
@@ -74,6 +75,22 @@ def place(config: RunConfig, arch: Arch) -> Placement:
         if tp > arch.kv_heads and tp % arch.kv_heads:
             raise LayoutError(f"rollout.layout: tp {tp} is not a multiple of the {arch.kv_heads} key/value heads")
     return Placement([(roles, layout) for layout, roles in groups.items()], engines, tp, resolve_device(config.cluster.device))
+
+
+def max_tokens(config: RunConfig, role: str) -> int:
+    """Packed tokens of a micro-batch of the role; the actor's where it has no number of its own."""
+    return getattr(config, role).max_tokens_per_rank or config.actor.max_tokens_per_rank
+
+
+def _check_longest(config: RunConfig, role: str) -> None:
+    """The longest sample there can be must fit a micro-batch: better refused now than after a night."""
+    if isinstance(config, TrainConfig):
+        longest, cap = config.data.max_prompt_tokens + config.rollout.sampling.max_tokens, max_tokens(config, role)
+        if longest > cap:
+            raise LayoutError(
+                f"{role}.max_tokens_per_rank {cap} is below the longest sample {longest} "
+                "(data.max_prompt_tokens + rollout.sampling.max_tokens)"
+            )
 
 
 def check_tokenizer(tokenizer, arch: Arch, path: str) -> None:

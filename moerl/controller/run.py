@@ -11,7 +11,7 @@ from moerl.config.load import dump
 from moerl.config.schema import OptimizerConfig, RunConfig, TrainConfig
 from moerl.controller import checkpoints
 from moerl.controller.group import Role, WorkerGroup
-from moerl.controller.placement import Cluster, Placement, check_tokenizer, place
+from moerl.controller.placement import Cluster, Placement, check_tokenizer, max_tokens, place
 from moerl.controller.worker import ModelSpec
 from moerl.models import params_of, read_arch
 from moerl.models.arch import Arch
@@ -66,15 +66,20 @@ class Processes:
     """The processes of a run and the models in them. Everything starts at once; the constructor returns when all is ready."""
 
     def __init__(self, plan: Plan):
-        config, placement = plan.config, plan.placement
-        timeout = config.cluster.start_timeout_s
-        self.arch = plan.arch
-        self.cluster = Cluster(placement, config.cluster.address, timeout)
+        self.arch, self.roles = plan.arch, {}
+        self.cluster = Cluster(plan.placement, plan.config.cluster.address, plan.config.cluster.start_timeout_s)
+        try:
+            self._start(plan)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self, plan: Plan) -> None:
+        config, placement, timeout = plan.config, plan.placement, plan.config.cluster.start_timeout_s
         self.groups = [
             WorkerGroup("/".join(names), layout, [self.cluster.rank_options(r) for r in range(layout.world)], placement.device)
             for names, layout in placement.groups
         ]
-        self.roles: dict[str, Role] = {}
         gpus = self._start_groups(config, timeout)
         self.rollout = self._start_rollout(config, gpus) if placement.engines else None
         for group, (names, _) in zip(self.groups, placement.groups):
@@ -136,11 +141,6 @@ def updates(config: RunConfig) -> int:
         return config.trainer.steps
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     return config.trainer.steps * config.algorithm.epochs * -(-samples // (config.algorithm.mini_batch or samples))
-
-
-def max_tokens(config: RunConfig, role: str) -> int:
-    own = getattr(config, role).max_tokens_per_rank
-    return own or config.actor.max_tokens_per_rank
 
 
 @contextmanager

@@ -1,0 +1,98 @@
+"""Megatron's weights in vLLM: after every sync the running engine is a fresh engine on the exported checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moerl.config.schema import TrainConfig
+from moerl.controller.run import Processes, plan
+from moerl.rollout.remote import RemoteError
+from moerl.sample import Sample
+from tests.rollout_helpers import PROMPTS, start_engine
+
+GREEDY = dict(n=1, temperature=0.0, max_tokens=12, stop_token_ids=[])
+SAMPLED = dict(n=2, temperature=0.8, max_tokens=12, stop_token_ids=[])
+
+
+def config(path, output) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "model": {"path": str(path), "dtype": "float32"},
+            "data": {"prompts": "reasoning_gym:chain_sum", "max_prompt_tokens": 240},
+            "rollout": {"layout": {"tp": 2}, "samples_per_prompt": 2, "sampling": {"max_tokens": 16}, "kv_cache_gib": 0.0625},
+            "actor": {"layout": {"tp": 2, "pp": 2, "ep": 2}, "max_tokens_per_rank": 512, "optimizer": {"lr": 0.05}},
+            "reward": {"function": "reasoning_gym"},
+            "algorithm": {"name": "grpo"},
+            "trainer": {"steps": 1, "output": str(output)},
+            "cluster": {"device": "cpu"},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    from moerl import demo_model
+    from tests.models import write_qwen3_moe
+
+    path = tmp_path_factory.mktemp("sync")
+    demo_model.main(["--out", str(path / "tokenizer")])
+    tokenizer = AutoTokenizer.from_pretrained(path / "tokenizer")
+    model = write_qwen3_moe(path / "model", head_dim=32, vocab_size=len(tokenizer) + 3)
+    tokenizer.save_pretrained(model)
+    return model
+
+
+def observed(generate) -> tuple:
+    """Greedy and sampled tokens with their log-probabilities."""
+    greedy = generate(PROMPTS, seeds=[0] * len(PROMPTS), **GREEDY)
+    sampled = generate(PROMPTS, seeds=[5, 6, 7, 8], **SAMPLED)
+    return tuple((tuple(c.token_ids), tuple(c.logprobs)) for answers in greedy + sampled for c in answers)
+
+
+def move(processes, vocab: int, seed: int) -> None:
+    """One large supervised step, so that every tensor changes."""
+    rng = np.random.default_rng(seed)
+    samples = [Sample(rng.integers(0, vocab, 30), 2, {"weights": np.full(28, 1 / 448, dtype=np.float32)}) for _ in range(16)]
+    processes.roles["actor"].update("update_sft", samples)
+
+
+def test_running_engine_equals_a_fresh_one_sync_after_sync(start, tmp_path):
+    """Two versions from training, then vLLM's and Megatron's log-probs, parameters and outputs compared for each."""
+    import ray
+
+    planned = plan(config(start, tmp_path))
+    processes = Processes(planned)
+    try:
+        actor, engine = processes.roles["actor"], next(iter(processes.rollout.engines.values()))
+        seen, exported = {}, {}
+        for version in (1, 2):
+            move(processes, planned.arch.vocab, version)
+            processes.rollout.sync(planned.arch, version, actor.shard_refs())
+            seen[version] = observed(processes.rollout.generate), ray.get(engine.digests.remote())
+            exported[version] = processes.export(tmp_path / f"v{version}", str(start), "float32")
+            _same_logprobs(processes, actor)
+        assert seen[1] != seen[2]
+        processes.rollout.sync(planned.arch, 3, actor.shard_refs())
+        assert (observed(processes.rollout.generate), ray.get(engine.digests.remote())) == seen[2], "the same weights again"
+        with pytest.raises(RemoteError, match="not covered exactly once"):
+            processes.rollout.sync(planned.arch, 4, actor.shard_refs()[:-1])
+        assert observed(processes.rollout.generate) == seen[2][0], "an incomplete set of shards leaves the old weights serving"
+    finally:
+        processes.shutdown()
+    for version, path in exported.items():
+        fresh = start_engine(path)
+        fresh.mark_loaded(version)
+        assert (observed(fresh.generate), fresh.digests()) == seen[version]
+        fresh.shutdown()
+
+
+def _same_logprobs(processes, actor) -> None:
+    """vLLM's log-probs of what it sampled, at the sampling temperature, are Megatron's."""
+    completions = processes.rollout.generate(PROMPTS, seeds=[1, 2, 3, 4], **SAMPLED)
+    pairs = [(prompt, c) for prompt, answers in zip(PROMPTS, completions) for c in answers]
+    logp, _ = actor.logprobs([Sample(np.array([*p, *c.token_ids]), len(p)) for p, c in pairs], SAMPLED["temperature"])
+    for found, (_, c) in zip(logp, pairs):
+        np.testing.assert_allclose(found, c.logprobs, atol=1e-3)
