@@ -90,29 +90,24 @@ class user_errors:
     def __exit__(self, kind, error, trace):
         if kind is None or not issubclass(kind, _mendable()):
             return False
-        for line in str(error).splitlines():
-            print(f"error: {line}" if line == str(error).splitlines()[0] else f"       {line}", file=sys.stderr)
+        print("error: " + str(error).replace("\n", "\n       "), file=sys.stderr)
         raise SystemExit(1)
 
 
 def _mendable() -> tuple[type[BaseException], ...]:
-    from moerl.config.load import ConfigError
-    from moerl.layout import LayoutError
-    from moerl.models.arch import ModelError
-
-    kinds: list[type[BaseException]] = [ConfigError, LayoutError, ModelError]
-    if "moerl.controller.data" in sys.modules:
-        from moerl.controller.data import DataError
-
-        kinds.append(DataError)
-    if "moerl.controller.train" in sys.modules:
-        from moerl.controller.checkpoints import CheckpointError
-        from moerl.controller.schedule import ScheduleError
-        from moerl.rewards.score import RewardError
-        from moerl.rollout.remote import RemoteError
-
-        kinds += [CheckpointError, ScheduleError, RewardError, RemoteError]
-    return tuple(kinds)
+    """The errors whose message says all. Only classes of loaded modules: an error of any other cannot have been raised."""
+    names = {
+        "moerl.config.load": "ConfigError",
+        "moerl.layout": "LayoutError",
+        "moerl.models.arch": "ModelError",
+        "moerl.controller.data": "DataError",
+        "moerl.controller.checkpoints": "CheckpointError",
+        "moerl.controller.placement": "ClusterError",
+        "moerl.controller.schedule": "ScheduleError",
+        "moerl.rewards.score": "RewardError",
+        "moerl.rollout.remote": "RemoteError",
+    }
+    return tuple(getattr(sys.modules[m], name) for m, name in names.items() if m in sys.modules)
 
 
 if __name__ == "__main__":

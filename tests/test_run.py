@@ -162,3 +162,42 @@ def test_a_killed_rank_is_named_at_once(home):
     assert "critic/value_loss" not in first and first["step"] == 1
     assert (home / "killed" / "checkpoints" / "step_000001" / "manifest.json").is_file()
     assert time.monotonic() - began < 120
+
+
+CLUSTER = '''
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+cluster.add_node(num_cpus=2)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+'''
+
+
+def test_a_cluster_of_two_nodes(home):
+    """The same command on a running Ray of two nodes of two slots each: ranks on both, the engine's workers on one."""
+    server = subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        address = server.stdout.readline().strip()
+        done = moerl(
+            home, "--set", f"trainer.output={home}/two", "--set", f"cluster.address={address}", "--set", "trainer.steps=1",
+            "--set", "algorithm.name=grpo",
+        )
+    finally:
+        server.communicate("", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert read(home / "two" / "metrics.jsonl")[0]["mismatch/max_logp_gap"] < 1e-3
+
+
+def test_too_small_a_cluster_is_named(home):
+    server = subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        address = server.stdout.readline().strip()
+        done = moerl(
+            home, "--set", f"trainer.output={home}/small", "--set", f"cluster.address={address}", "--set", "actor.layout.dp=2",
+            "--set", "cluster.start_timeout_s=3",
+        )
+    finally:
+        server.communicate("", timeout=60)
+    assert done.returncode == 1 and "needs 8 CPUs, the Ray cluster offers 4" in done.stderr and "Traceback" not in done.stderr

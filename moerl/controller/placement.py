@@ -11,6 +11,10 @@ from moerl.models.arch import Arch, ModelError
 from moerl.rl import ALGORITHMS
 
 
+class ClusterError(RuntimeError):
+    """The Ray cluster cannot hold the run; the message names what is needed and what is there."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """`groups` are (role names, layout), one set of processes each; `engines` vLLM engines of `engine_tp` workers; `slots` places.
@@ -117,7 +121,9 @@ class Cluster:
         if not self.group.wait(timeout_s):
             have = ray.cluster_resources()
             kind = "GPU" if gpu else "CPU"
-            raise RuntimeError(f"the run needs {placement.slots} {kind}s, the Ray cluster offers {have.get(kind, 0):g} (waited {timeout_s:.0f} s)")
+            raise ClusterError(
+                f"the run needs {placement.slots} {kind}s, the Ray cluster offers {have.get(kind, 0):g} (waited {timeout_s:.0f} s)"
+            )
         nodes = placement_group_table(self.group)["bundles_to_node_id"]
         self.bundles = sorted(range(placement.slots), key=lambda i: (nodes[i], i))
         self.nodes = [nodes[i] for i in self.bundles]
@@ -130,7 +136,7 @@ class Cluster:
         """Options of the actor of one engine; its workers must be on one node, since vLLM starts them as local processes."""
         slots = range(engine * self.placement.engine_tp, (engine + 1) * self.placement.engine_tp)
         if len({self.nodes[s] for s in slots}) > 1:
-            raise RuntimeError(f"rollout engine {engine}: its {len(slots)} workers do not fit on one node; lower rollout.layout.tp")
+            raise ClusterError(f"rollout engine {engine}: its {len(slots)} workers do not fit on one node; lower rollout.layout.tp")
         return {"num_gpus": 0, "scheduling_strategy": self._strategy(slots[0])}
 
     def _strategy(self, slot: int):

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from moerl.rewards.score import RewardError
+
 BUILT_IN = {"reasoning_gym": "moerl.rewards.reasoning_gym:reward"}
 DEFAULT_FUNCTION = "reward"
 
@@ -23,7 +25,7 @@ def load_reward(spec: str) -> Callable:
     numeric entries become metrics. A function whose name ends in `_batch` is called once with three lists,
     reward_batch(prompts, responses, records), and returns a list.
 
-    Raises ValueError, in one line, when the module, file or function is missing or fails to import.
+    Raises RewardError, in one line, when the module, file or function is missing or fails to import.
     """
     spec = BUILT_IN.get(spec, spec)
     in_file = re.fullmatch(r"(?P<path>.+\.py)(:(?P<name>\w+))?", spec)
@@ -33,14 +35,14 @@ def load_reward(spec: str) -> Callable:
     else:
         where, _, name = spec.rpartition(":" if ":" in spec else ".")
         if not where or not name:
-            raise ValueError(
+            raise RewardError(
                 f"reward {spec!r} is neither a built-in ({', '.join(BUILT_IN)}) nor package.module:function "
                 "nor path/to/file.py:function"
             )
         module = _from_package(where, spec)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"reward {spec!r}: no function {name!r} in {where}")
+        raise RewardError(f"reward {spec!r}: no function {name!r} in {where}")
     return function
 
 
@@ -49,19 +51,19 @@ def _from_package(name: str, spec: str) -> ModuleType:
         return importlib.import_module(name)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            raise ValueError(f"reward {spec!r}: no module {name!r}") from error
-        raise ValueError(f"reward {spec!r}: importing {name} failed: {_one_line(error)}") from error
+            raise RewardError(f"reward {spec!r}: no module {name!r}") from error
+        raise RewardError(f"reward {spec!r}: importing {name} failed: {_one_line(error)}") from error
 
 
 def _from_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"reward {spec!r}: no file {path}")
+        raise RewardError(f"reward {spec!r}: no file {path}")
     module_spec = importlib.util.spec_from_file_location(f"moerl_reward_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"reward {spec!r}: importing {path} failed: {_one_line(error)}") from error
+        raise RewardError(f"reward {spec!r}: importing {path} failed: {_one_line(error)}") from error
     return module
 
 

@@ -12,7 +12,7 @@ SHOWN_CHARACTERS = 120
 
 
 class RewardError(ValueError):
-    """A reward function raised, or returned something that is not a finite score."""
+    """A reward function was not found, raised, or returned something that is not a finite score."""
 
 
 @dataclass
