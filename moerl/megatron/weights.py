@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor
 
 from moerl.layout import ParallelLayout
@@ -99,7 +98,7 @@ def mark_parallel(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, ra
         param = params[shard.name]
         if param.split is not None:
             dim = max(0, param.split - len(param.shape) + param.rank)
-            set_tensor_model_parallel_attributes(shard.tensor, True, dim, 1)
+            shard.tensor.tensor_model_parallel, shard.tensor.partition_dim, shard.tensor.partition_stride = True, dim, 1
         if param.expert is not None:
             shard.tensor.allreduce = False
 
