@@ -123,7 +123,11 @@ def test_checkpoint_that_does_not_fit(home, tmp_path, damage):
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     done = train(home, "--set", f"model.path={tmp_path}/model")
     assert done.exit_code == 1 and "Traceback" not in done.stderr
-    want = {"missing": f"missing tensor {name} (32, 64)", "extra": f"unexpected tensor {name}", "shape": f"tensor {name} has shape (3, 64), expected (32, 64)"}
+    want = {
+        "missing": f"missing tensor {name} (32, 64)",
+        "extra": f"unexpected tensor {name}",
+        "shape": f"tensor {name} has shape (3, 64), expected (32, 64)",
+    }
     assert want[damage] in done.stderr
 
 

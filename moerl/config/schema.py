@@ -189,9 +189,10 @@ class TrainConfig(RunConfig):
                 f"algorithm.mini_batch {self.algorithm.mini_batch} exceeds the {samples} samples of a step "
                 "(rollout.prompts_per_step x rollout.samples_per_prompt)"
             )
-        if self.rollout.samples_per_prompt > 1 and self.algorithm.mini_batch and self.algorithm.mini_batch % self.rollout.samples_per_prompt:
+        group = self.rollout.samples_per_prompt
+        if self.algorithm.mini_batch and self.algorithm.mini_batch % group:
             raise ValueError(
-                f"algorithm.mini_batch {self.algorithm.mini_batch} is not divisible by rollout.samples_per_prompt "
-                f"{self.rollout.samples_per_prompt}: a group stays together"
+                f"algorithm.mini_batch {self.algorithm.mini_batch} is not divisible by rollout.samples_per_prompt {group}: "
+                "a group stays together"
             )
         return self

@@ -24,7 +24,7 @@ class CheckpointError(RuntimeError):
 
 
 def save(root: Path, step: int, roles: dict[str, Role], driver: dict, keep: int) -> Path:
-    """Write the checkpoint of `step` and delete all but the newest `keep` complete ones."""
+    """Write the checkpoint of `step`; all but the newest `keep` complete ones are deleted."""
     path = root / f"step_{step:06d}"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -35,10 +35,12 @@ def save(root: Path, step: int, roles: dict[str, Role], driver: dict, keep: int)
     part = path / (MANIFEST + ".partial")
     part.write_text(json.dumps({"step": step, "roles": list(roles), "files": files}, indent=1))
     os.replace(part, path / MANIFEST)
-    for old in _complete(root)[:-keep]:
-        # Without its manifest a half-deleted checkpoint cannot be taken for whole.
-        (old / MANIFEST).unlink()
-        shutil.rmtree(old)
+    kept = _complete(root)[-keep:]
+    for old in root.glob("step_*"):
+        if STEP.match(old.name) and old not in kept:
+            # The manifest goes first: a half-deleted checkpoint cannot be taken for whole. One that was never finished has none.
+            (old / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(old)
     return path
 
 

@@ -21,7 +21,7 @@ from moerl.models.arch import ModelError
 
 @dataclass(frozen=True)
 class Piece:
-    """One Hugging Face tensor inside a parameter: `shape` is its own, `view` the same elements at the parameter's rank, `start` its corner."""
+    """One Hugging Face tensor in a parameter: `shape` is its own, `view` the same elements at the parameter's rank, `start` its corner."""
 
     name: str
     shape: tuple[int, ...]
