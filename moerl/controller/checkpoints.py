@@ -1,7 +1,7 @@
 """Checkpoints of a run: one directory a step, complete when its manifest is there, the last few kept.
 
     <output>/checkpoints/step_000010/{actor,critic}/   Megatron distributed checkpoints (weights, optimizer, update count, random states)
-                                     driver.json       step, data position, weight version
+                                     driver.json       step, data position, what the reference is
                                      manifest.json     every file with its size; written last
 """
 
@@ -50,8 +50,8 @@ def latest(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load(path: Path, roles: dict[str, Role]) -> dict:
-    """Restore the roles from a complete checkpoint; returns what the driver saved."""
+def read(path: Path, roles: list[str]) -> dict:
+    """What the driver saved in a complete checkpoint, after checking that all its files and all `roles` are in it."""
     manifest = json.loads((path / MANIFEST).read_text())
     for name, size in manifest["files"].items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
@@ -60,9 +60,13 @@ def load(path: Path, roles: dict[str, Role]) -> dict:
     missing = [name for name in roles if name not in manifest["roles"]]
     if missing:
         raise CheckpointError(f"{path}: holds {', '.join(manifest['roles'])}, not {', '.join(missing)}")
+    return json.loads((path / "driver.json").read_text())
+
+
+def load(path: Path, roles: dict[str, Role]) -> None:
+    """Restore the roles from a checkpoint that `read` accepted."""
     for name, role in roles.items():
         role.load(str((path / name).resolve()))
-    return json.loads((path / "driver.json").read_text())
 
 
 def _complete(root: Path) -> list[Path]:

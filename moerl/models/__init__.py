@@ -17,7 +17,10 @@ def read_arch(path: str | Path) -> Arch:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(f"{path}: no Hugging Face checkpoint there (config.json is missing)")
-    config = json.loads(file.read_text())
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{file}: not valid JSON ({error})") from None
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
         raise ModelError(f"{file}: model_type {config.get('model_type')!r} is not supported (supported: {', '.join(FAMILIES)})")

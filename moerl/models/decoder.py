@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moerl.layout import VOCAB_MULTIPLE
 from moerl.models.arch import Arch
 from moerl.models.tensormap import Param, Piece
 
@@ -59,7 +60,7 @@ def moe(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
 def decoder(arch: Arch) -> Iterator[Param]:
     """All parameters of a pre-norm decoder with rotary attention and SwiGLU or mixture-of-experts layers."""
     table = (arch.vocab, arch.hidden)
-    yield whole("embedding.word_embeddings.weight", "model.embed_tokens.weight", table, "first", split=0, padded=True)
+    yield whole("embedding.word_embeddings.weight", "model.embed_tokens.weight", table, "first", split=0, padded=VOCAB_MULTIPLE)
     for i in range(arch.layers):
         name, hf = f"decoder.layers.{i}", f"model.layers.{i}"
         yield whole(f"{name}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (arch.hidden,), i)
@@ -71,4 +72,4 @@ def decoder(arch: Arch) -> Iterator[Param]:
             yield from gated_mlp(f"{name}.mlp", f"{hf}.mlp", arch.hidden, arch.ffn, i)
     yield whole("decoder.final_layernorm.weight", "model.norm.weight", (arch.hidden,), "last")
     head = "model.embed_tokens.weight" if arch.tied_embeddings else "lm_head.weight"
-    yield whole("output_layer.weight", head, table, "last", split=0, padded=True, tied=arch.tied_embeddings)
+    yield whole("output_layer.weight", head, table, "last", split=0, padded=VOCAB_MULTIPLE, tied=arch.tied_embeddings)

@@ -26,7 +26,7 @@ def arch(hf: dict) -> Arch:
         family="qwen3_moe", layers=layers, hidden=hf["hidden_size"], heads=hf["num_attention_heads"],
         kv_heads=hf["num_key_value_heads"], head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         vocab=hf["vocab_size"], norm_eps=hf["rms_norm_eps"], rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
-        tied_embeddings=hf.get("tie_word_embeddings", False), ffn=hf.get("intermediate_size", 0), qk_norm=True,
+        context=hf.get("max_position_embeddings", 0), tied_embeddings=hf.get("tie_word_embeddings", False), ffn=hf.get("intermediate_size", 0), qk_norm=True,
         qkv_bias=hf.get("attention_bias", False), experts=hf.get("num_local_experts") or hf["num_experts"], topk=hf["num_experts_per_tok"],
         expert_ffn=hf["moe_intermediate_size"], norm_topk=hf.get("norm_topk_prob", True), dense_layers=frozenset(dense),
     )
