@@ -41,7 +41,7 @@ def plan(config: RunConfig) -> Plan:
 
     arch = read_arch(config.model.path)
     placement = place(config, arch)
-    HFReader(config.model.path).check(hf_shapes(params_of(arch).values()))
+    HFReader(config.model.path).check(hf_shapes(params_of(arch).values()), arch.not_built)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     check_tokenizer(tokenizer, arch, config.model.path)
     return Plan(config, arch, placement, tokenizer)

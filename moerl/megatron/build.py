@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.layout import ParallelLayout
 from moerl.megatron.attention import PackedAttention, RMSNorm
+from moerl.megatron.qk_norm import widen_qk_norms
 from moerl.megatron.value import ValueHead
 from moerl.models.arch import Arch, ModelError
 
@@ -51,6 +52,10 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
             moe_router_enable_expert_bias=arch.expert_bias,
             moe_router_score_function="sigmoid" if arch.expert_bias else "softmax",
             moe_router_bias_update_rate=0.0,
+            moe_router_num_groups=arch.expert_groups or None,
+            moe_router_group_topk=arch.topk_groups or None,
+            moe_router_topk_scaling_factor=arch.routed_scale if arch.routed_scale != 1.0 else None,
+            moe_shared_expert_intermediate_size=arch.shared_ffn or None,
             moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=engine,
             moe_layer_freq=[int(arch.is_moe(i)) for i in range(arch.layers)],
@@ -148,8 +153,11 @@ def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, 
             share_embeddings_and_output_weights=arch.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=arch.rope_theta,
+            rotary_percent=arch.rotary_percent,
             vp_stage=vp_stage,
         )
+        if arch.wide_qk_norm:
+            widen_qk_norms(chunk)
         if value_head and last:
             chunk.output_layer = ValueHead(config)
         chunks.append(chunk.cuda())

@@ -34,6 +34,14 @@ class Arch:
     norm_topk: bool = True
     expert_bias: bool = False
     dense_layers: frozenset[int] = frozenset()
+    rotary_percent: float = 1.0  # the first part of every head that is rotated
+    wide_qk_norm: bool = False  # one norm over all query heads and one over all key heads, before they are split
+    shared_ffn: int = 0  # width of the shared expert
+    expert_groups: int = 0  # experts are chosen from `topk_groups` of so many groups
+    topk_groups: int = 0
+    routed_scale: float = 1.0
+    # Prefixes of tensors a checkpoint may hold that are not part of the model trained here (multi-token prediction).
+    not_built: tuple[str, ...] = ()
 
     def is_moe(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense_layers

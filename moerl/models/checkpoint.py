@@ -59,10 +59,10 @@ class HFReader:
     def _slice(self, name: str):
         return self._handle(self.files[name], self._open).get_slice(name)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise `ModelError`, one line a tensor, unless the checkpoint holds exactly these tensors."""
+    def check(self, shapes: Mapping[str, tuple[int, ...]], not_built: tuple[str, ...] = ()) -> None:
+        """Raise `ModelError`, one line a tensor, unless the checkpoint holds exactly these tensors; others may start with `not_built`."""
         missing = sorted(set(shapes) - set(self.files))
-        extra = sorted(set(self.files) - set(shapes))
+        extra = sorted(name for name in set(self.files) - set(shapes) if not name.startswith(not_built))
         lines = [f"missing tensor {n} {shapes[n]}" for n in missing] + [f"unexpected tensor {n} in {self.files[n]}" for n in extra]
         for name in sorted(set(shapes) & set(self.files)):
             found = tuple(self._slice(name).get_shape())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moerl.models.arch import Arch
 from moerl.models.tensormap import Param, Piece
@@ -28,13 +28,15 @@ def fused_qkv(name: str, hf: str, arch: Arch, layer: int, tail: tuple[int, ...])
     return Param(f"{name}.{kind}", (groups, q + 2 * d, *tail), 0, pieces, 1 + len(tail), layer)
 
 
-def gated_mlp(name: str, hf: str, hidden: int, ffn: int, layer: int, expert: int | None = None) -> Iterator[Param]:
-    """SwiGLU: fc1 holds gate above up, fc2 is the down projection."""
-    pieces = tuple(
-        Piece(f"{hf}.{part}_proj.weight", (ffn, hidden), (1, ffn, hidden), (i, 0, 0)) for i, part in enumerate(("gate", "up"))
-    )
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
+
+def gated_mlp(name: str, hf: str, hidden: int, ffn: int, layer: int, expert: int | None = None, *,
+              parts: tuple[str, str, str] = GATE_UP_DOWN) -> Iterator[Param]:
+    """SwiGLU: fc1 holds gate above up, fc2 is the down projection; `parts` are their names in the checkpoint."""
+    pieces = tuple(Piece(f"{hf}.{part}.weight", (ffn, hidden), (1, ffn, hidden), (i, 0, 0)) for i, part in enumerate(parts[:2]))
     yield Param(f"{name}.linear_fc1.weight", (2, ffn, hidden), 1, pieces, 2, layer, expert=expert)
-    yield whole(f"{name}.linear_fc2.weight", f"{hf}.down_proj.weight", (hidden, ffn), layer, split=1, expert=expert)
+    yield whole(f"{name}.linear_fc2.weight", f"{hf}.{parts[2]}.weight", (hidden, ffn), layer, split=1, expert=expert)
 
 
 def attention(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
@@ -44,20 +46,33 @@ def attention(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
     if arch.qk_norm:
         yield whole(f"{name}.q_layernorm.weight", f"{hf}.q_norm.weight", (arch.head_dim,), layer)
         yield whole(f"{name}.k_layernorm.weight", f"{hf}.k_norm.weight", (arch.head_dim,), layer)
+    if arch.wide_qk_norm:
+        yield whole(f"{name}.q_layernorm.weight", f"{hf}.q_norm.weight", (arch.heads * arch.head_dim,), layer, split=0)
+        yield whole(f"{name}.k_layernorm.weight", f"{hf}.k_norm.weight", (arch.kv_heads * arch.head_dim,), layer, split=0)
     yield whole(f"{name}.linear_proj.weight", f"{hf}.o_proj.weight", (arch.hidden, arch.heads * arch.head_dim), layer, split=1)
 
 
-def moe(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
+def moe(arch: Arch, layer: int, name: str, hf: str, *, bias: str = "gate.e_score_correction_bias",
+        parts: tuple[str, str, str] = GATE_UP_DOWN) -> Iterator[Param]:
+    """Router, experts and shared expert; `bias` and `parts` are the checkpoint's names of the router's bias and an expert's matrices."""
     yield whole(f"{name}.router.weight", f"{hf}.gate.weight", (arch.experts, arch.hidden), layer)
     if arch.expert_bias:
         # A buffer in Megatron-core, not a parameter: it still is part of the model.
-        yield whole(f"{name}.router.expert_bias", f"{hf}.gate.e_score_correction_bias", (arch.experts,), layer)
+        yield whole(f"{name}.router.expert_bias", f"{hf}.{bias}", (arch.experts,), layer)
     for e in range(arch.experts):
-        yield from gated_mlp(f"{name}.experts.{e}", f"{hf}.experts.{e}", arch.hidden, arch.expert_ffn, layer, expert=e)
+        yield from gated_mlp(f"{name}.experts.{e}", f"{hf}.experts.{e}", arch.hidden, arch.expert_ffn, layer, expert=e, parts=parts)
+    if arch.shared_ffn:
+        yield from gated_mlp(f"{name}.shared_experts", f"{hf}.shared_experts", arch.hidden, arch.shared_ffn, layer)
 
 
-def decoder(arch: Arch) -> Iterator[Param]:
-    """All parameters of a pre-norm decoder with rotary attention and SwiGLU or mixture-of-experts layers."""
+MoeMap = Callable[[Arch, int, str, str], Iterator[Param]]
+
+
+def decoder(arch: Arch, *, moe: MoeMap = moe, moe_at: str = "mlp") -> Iterator[Param]:
+    """All parameters of a pre-norm decoder with rotary attention and SwiGLU or mixture-of-experts layers.
+
+    `moe` maps a mixture-of-experts layer, which the checkpoint calls `moe_at`.
+    """
     table = (arch.vocab, arch.hidden)
     yield whole("embedding.word_embeddings.weight", "model.embed_tokens.weight", table, "first", split=0, padded=True)
     for i in range(arch.layers):
@@ -66,7 +81,7 @@ def decoder(arch: Arch) -> Iterator[Param]:
         yield from attention(arch, i, f"{name}.self_attention", f"{hf}.self_attn")
         yield whole(f"{name}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (arch.hidden,), i)
         if arch.is_moe(i):
-            yield from moe(arch, i, f"{name}.mlp", f"{hf}.mlp")
+            yield from moe(arch, i, f"{name}.mlp", f"{hf}.{moe_at}")
         else:
             yield from gated_mlp(f"{name}.mlp", f"{hf}.mlp", arch.hidden, arch.ffn, i)
     yield whole("decoder.final_layernorm.weight", "model.norm.weight", (arch.hidden,), "last")

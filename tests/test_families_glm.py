@@ -1,0 +1,221 @@
+"""GLM-4.5, MiniMax-M2 and gpt-oss: the Megatron model is the transformers model at every layout, and the map covers the published one."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moerl.layout import ParallelLayout
+from moerl.models import FAMILIES, params_of, read_arch
+from moerl.models.arch import ModelError
+from moerl.models.tensormap import Assembler, hf_shapes
+from tests import train_jobs as jobs
+from tests.test_parity import LAYOUTS, export_job, logits_job
+
+SIZES = dict(vocab_size=131, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=16,
+             tie_word_embeddings=False, max_position_embeddings=256, initializer_range=0.1, pad_token_id=None, bos_token_id=None,
+             eos_token_id=None)
+
+
+def glm4_moe():
+    """Groups of experts, one dense layer, a shared expert, query/key norms as the 355B model has them."""
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(**SIZES, intermediate_size=96, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=4, n_group=4,
+                         topk_group=2, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5, attention_bias=True,
+                         use_qk_norm=True)
+
+
+def glm4_moe_air():
+    """As GLM-4.5-Air: no groups, no query/key norms, other scale."""
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(**SIZES, intermediate_size=96, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2,
+                         n_shared_experts=1, first_k_dense_replace=2, routed_scaling_factor=1.0, attention_bias=True)
+
+
+def minimax_m2():
+    from transformers import MiniMaxM2Config
+
+    return MiniMaxM2Config(**SIZES, intermediate_size=32, num_local_experts=8, num_experts_per_tok=2, rotary_dim=8)
+
+
+WRITERS = {f.__name__: f for f in (glm4_moe, glm4_moe_air, minimax_m2)}
+# What every layout but one rank shows is the same for the two GLM models.
+CASES = [(family, layout) for family in WRITERS for layout in LAYOUTS if family != "glm4_moe_air" or layout == "1"]
+
+
+def write(path: Path, config) -> Path:
+    """A random float32 model of transformers' own class in which no weight has its neutral value."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name or name.endswith(("bias", "sinks")):
+                tensor.add_(torch.randn_like(tensor) * (0.5 if name.endswith("sinks") else 0.1))
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    made = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = write(tmp_path_factory.mktemp("tiny") / family, WRITERS[family]())
+        return made[family]
+
+    return get
+
+
+MICRO = [jobs.samples(9)[:4], jobs.samples(9)[4:]]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    """transformers' logits of every sequence, one array a sample, a list a micro-batch."""
+    from transformers import AutoModelForCausalLM
+
+    made = {}
+
+    def get(family: str):
+        if family not in made:
+            model = AutoModelForCausalLM.from_pretrained(tiny(family), dtype=torch.float32, attn_implementation="eager").eval()
+            with torch.no_grad():
+                made[family] = [[model(torch.tensor(s.tokens)[None]).logits[0].numpy() for s in micro] for micro in MICRO]
+        return made[family]
+
+    return get
+
+
+def logits_and_shards_job(rank, layout, path):
+    """The two jobs of the parity tests behind one another in one start of the ranks."""
+    return logits_job(rank, layout, path, MICRO), export_job(rank, layout, path)
+
+
+@pytest.mark.parametrize("family, name", CASES)
+def test_logits_equal_transformers_and_the_round_trip_is_bit_exact(ranks, tiny, reference, family, name):
+    layout, path = LAYOUTS[name], tiny(family)
+    answers = ranks.run(layout, logits_and_shards_job, str(path))
+    for got, samples in zip(answers[layout.rank_of(pp=layout.pp - 1)][0], reference(family)):
+        at = 0
+        for want in samples:
+            ours = got[at : at + len(want), : want.shape[1]]
+            at += len(want)
+            assert np.abs(want).max() > 0.5 and np.abs(ours - want).max() < 2e-4
+    whole = Assembler(params_of(read_arch(path)))
+    for _, shards in answers:
+        for shard in shards:
+            whole.add(*shard)
+    before, after = load_file(path / "model.safetensors"), whole.finish()
+    assert set(before) == set(after)
+    for tensor, value in before.items():
+        assert torch.equal(value, after[tensor]), tensor
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2"])
+def test_one_step_is_the_same_at_every_layout(ranks, tiny, family):
+    """The second step's loss also depends on the first one's gradients, of every shard."""
+    results = [ranks.run(layout, jobs.train_job, str(tiny(family)), 2) for layout in (ParallelLayout(), LAYOUTS["tp2 pp2 ep2"])]
+    for one, many in zip(*[[(jobs.total([rank[i] for rank in r]), r[0][i]["grad_norm"]) for i in range(2)] for r in results]):
+        assert one == pytest.approx(many, rel=2e-5)
+
+
+# What config.json of the published models says, in the hub's spelling, where it concerns the architecture.
+GLM_AIR = dict(
+    model_type="glm4_moe", hidden_size=4096, num_hidden_layers=46, num_attention_heads=96, num_key_value_heads=8, head_dim=128,
+    attention_bias=True, use_qk_norm=False, partial_rotary_factor=0.5, intermediate_size=10944, moe_intermediate_size=1408,
+    n_routed_experts=128, num_experts_per_tok=8, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1,
+    routed_scaling_factor=1.0, norm_topk_prob=True, hidden_act="silu", rms_norm_eps=1e-5, rope_theta=1000000, rope_scaling=None,
+    vocab_size=151552, num_nextn_predict_layers=1, tie_word_embeddings=False,
+)
+GLM_355B = GLM_AIR | dict(hidden_size=5120, num_hidden_layers=92, intermediate_size=12288, moe_intermediate_size=1536, n_routed_experts=160,
+                          first_k_dense_replace=3, use_qk_norm=True, routed_scaling_factor=2.5)
+MINIMAX_M2 = dict(
+    model_type="minimax_m2", num_hidden_layers=62, hidden_size=3072, num_attention_heads=48, num_key_value_heads=8, head_dim=128,
+    intermediate_size=1536, vocab_size=200064, num_experts_per_tok=8, num_local_experts=256, rope_theta=5000000, rotary_dim=64,
+    hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False, use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True,
+    use_mtp=True, mtp_transformer_layers=1, num_mtp_modules=3, shared_intermediate_size=0, scoring_func="sigmoid",
+    quantization_config={"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
+)
+FULL = {"GLM-4.5-Air": (GLM_AIR, 106.85), "GLM-4.5": (GLM_355B, 352.80), "MiniMax-M2": (MINIMAX_M2, 228.69)}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_full_size_map(name):
+    """Every element of every published tensor once, and as many of them as published (prediction layers not counted)."""
+    config, billions = FULL[name]
+    arch = FAMILIES[config["model_type"]].arch(config)
+    params = list(FAMILIES[arch.family].params(arch))
+    covered: dict[str, int] = {}
+    for param in params:
+        assert sum(prod(piece.view) for piece in param.pieces) == prod(param.shape), param.name
+        for piece in param.pieces:
+            covered[piece.name] = covered.get(piece.name, 0) + prod(piece.view)
+    shapes = hf_shapes(params)
+    assert covered == {tensor: prod(shape) for tensor, shape in shapes.items()}
+    # A correction bias is a buffer and in no published count.
+    assert round(sum(n for tensor, n in covered.items() if "e_score" not in tensor) / 1e9, 2) == billions
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_full_size_names_are_those_of_transformers(name):
+    """transformers' own class on the meta device holds as many elements, so no tensor is left out of the map."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config, _ = FULL[name]
+    fields = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type")}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields))
+    arch = FAMILIES[config["model_type"]].arch(config)
+    ours = hf_shapes(FAMILIES[arch.family].params(arch))
+    assert sum(prod(s) for t, s in ours.items() if "e_score" not in t) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("config, change, message", [
+    (GLM_AIR, {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope type 'linear'"),
+    (GLM_AIR, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    (GLM_AIR, {"norm_topk_prob": False}, "norm_topk_prob False"),
+    (GLM_AIR, {"n_group": 4, "topk_group": 2}, "best two experts"),
+    (GLM_AIR, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    (MINIMAX_M2, {"use_qk_norm": False}, "use_qk_norm False"),
+    (MINIMAX_M2, {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
+    (MINIMAX_M2, {"shared_intermediate_size": 64}, "shared_intermediate_size 64"),
+    (MINIMAX_M2, {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+])
+def test_a_field_that_is_not_understood_is_an_error(config, change, message):
+    with pytest.raises(ModelError, match=message):
+        FAMILIES[config["model_type"]].arch(config | change)
+
+
+def test_both_spellings_of_a_config_mean_the_same():
+    old = FAMILIES["minimax_m2"].arch(MINIMAX_M2)
+    new = {k: v for k, v in MINIMAX_M2.items() if k not in ("rotary_dim", "rope_theta", "num_local_experts")}
+    new |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5000000, "partial_rotary_factor": 0.5}, "num_experts": 256}
+    assert FAMILIES["minimax_m2"].arch(new) == old and old.rotary_percent == 0.5
+
+
+def load_job(rank, layout, path):
+    jobs.make(rank, layout, path, train=False)
+
+
+def test_prediction_layers_are_passed_over_and_nothing_else_is(ranks, tiny, tmp_path):
+    """A published checkpoint holds its multi-token prediction layer behind the last one; a tensor of no known place stays an error."""
+    path, tensors = tmp_path / "mtp", load_file(tiny("glm4_moe") / "model.safetensors")
+    path.mkdir()
+    config = json.loads((tiny("glm4_moe") / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}, path / "model.safetensors")
+    ranks.run(ParallelLayout(), load_job, str(path))
+    save_file(tensors | {"model.layers.5.eh_proj.weight": torch.zeros(64, 128)}, path / "model.safetensors")
+    with pytest.raises(AssertionError, match="unexpected tensor model.layers.5.eh_proj.weight"):
+        ranks.run(ParallelLayout(), load_job, str(path))
