@@ -6,11 +6,13 @@ from __future__ import annotations
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,6 +39,8 @@ def _finalize(model, num_tokens=None, **groups) -> None:
 
 def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
     engine = have_transformer_engine()
+    if arch.linear_bias and arch.experts and layout.etp > 1:
+        raise ModelError(f"{arch.family}: Megatron-core has expert biases only with expert tensor parallelism (etp) 1; spread experts with ep")
     moe = {}
     if arch.experts:
         moe = dict(
@@ -53,14 +57,14 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
             moe_router_score_function="sigmoid" if arch.expert_bias else "softmax",
             moe_router_bias_update_rate=0.0,
             moe_router_num_groups=arch.expert_groups or None,
-            moe_router_group_topk=arch.topk_groups or None,
+            moe_router_group_topk=arch.group_topk or None,
             moe_router_topk_scaling_factor=arch.routed_scale if arch.routed_scale != 1.0 else None,
             moe_shared_expert_intermediate_size=arch.shared_ffn or None,
             moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=engine,
             moe_layer_freq=[int(arch.is_moe(i)) for i in range(arch.layers)],
         )
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
         num_attention_heads=arch.heads,
@@ -70,10 +74,15 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        activation_func=quick_gelu if arch.swiglu_limit else torch.nn.functional.silu,
+        activation_func_clamp_value=arch.swiglu_limit or None,
+        glu_linear_offset=1.0 if arch.swiglu_limit else 0.0,
+        add_bias_linear=arch.linear_bias,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
+        window_size=(arch.window - 1, 0) if arch.window else None,
+        window_attn_skip_freq=[int(i in arch.window_layers) for i in range(arch.layers)] if arch.window else None,
+        softmax_type="learnable" if arch.sinks else "vanilla",
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -93,15 +102,25 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=engine,
-        bias_dropout_fusion=engine,
+        bias_dropout_fusion=engine and not arch.linear_bias,
         masked_softmax_fusion=False,
         persist_layer_norm=engine,
-        apply_rope_fusion=engine,
+        # The fused kernel for packed rows leaves YaRN's factor on cosine and sine out.
+        apply_rope_fusion=engine and arch.yarn is None,
         batch_p2p_comm=torch.cuda.is_available(),
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize,
         **moe,
     )
+    if arch.yarn:
+        # Attributes that Megatron-core's model looks for and its configuration class does not declare.
+        for name, value in dict(
+            rotary_scaling_factor=arch.yarn.factor, original_max_position_embeddings=arch.yarn.original, beta_fast=arch.yarn.beta_fast,
+            beta_slow=arch.yarn.beta_slow, mscale=arch.yarn.mscale, mscale_all_dim=arch.yarn.mscale_all_dim,
+            correction_range_round_to_int=arch.yarn.truncate,
+        ).items():
+            setattr(config, f"yarn_{name}", value)
+    return config
 
 
 def _layer_spec(config: TransformerConfig, moe: bool) -> ModuleSpec:
@@ -151,11 +170,13 @@ def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, 
             post_process=last,
             parallel_output=True,
             share_embeddings_and_output_weights=arch.tied_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="yarn" if arch.yarn else "rope",
             rotary_base=arch.rope_theta,
             rotary_percent=arch.rotary_percent,
             vp_stage=vp_stage,
         )
+        if arch.linear_bias:
+            _copy_expert_outputs(chunk)
         if arch.wide_qk_norm:
             widen_qk_norms(chunk)
         if value_head and last:
@@ -163,6 +184,14 @@ def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, 
         chunks.append(chunk.cuda())
     _count_layers(chunks, arch)
     return chunks
+
+
+def _copy_expert_outputs(chunk: GPTModel) -> None:
+    """Megatron's plain experts add their bias in place to what an autograd function returned, which autograd forbids: give them a copy."""
+    for module in chunk.modules():
+        if isinstance(module, SequentialMLP):
+            for expert in module.local_experts:
+                expert.linear_fc2.register_forward_hook(lambda layer, inputs, answer: (answer[0].clone(), answer[1]))
 
 
 def _count_layers(chunks: list[GPTModel], arch: Arch) -> None:

@@ -6,6 +6,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 
@@ -27,6 +28,10 @@ class WideRMSNorm(torch.nn.Module):
         squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True)))
         normed = flat * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * normed.to(x.dtype)).view(x.shape)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """For Megatron's checkpoints: the weight is a shard."""
+        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets)
 
 
 def widen_qk_norms(chunk: GPTModel) -> None:

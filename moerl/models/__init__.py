@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moerl.models import glm4_moe, minimax_m2, qwen3_moe
+from moerl.models import glm4_moe, gpt_oss, minimax_m2, qwen3_moe
 from moerl.models.arch import Arch, ModelError
 from moerl.models.tensormap import Param
 
-FAMILIES = {"glm4_moe": glm4_moe, "minimax_m2": minimax_m2, "qwen3_moe": qwen3_moe}
+FAMILIES = {"glm4_moe": glm4_moe, "gpt_oss": gpt_oss, "minimax_m2": minimax_m2, "qwen3_moe": qwen3_moe}
 
 
 def read_arch(path: str | Path) -> Arch:

@@ -12,6 +12,23 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN scaling of rotary positions (Peng et al. 2023); `original` is the context length before scaling.
+
+    Cosine and sine are scaled by m(mscale) / m(mscale_all_dim) with m(s) = 0.1 s ln(factor) + 1. `truncate` rounds the first and last
+    scaled dimension to whole numbers.
+    """
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
 class Arch:
     """Dimensions and switches of a decoder-only transformer. Widths are in elements of one token."""
 
@@ -37,9 +54,15 @@ class Arch:
     rotary_percent: float = 1.0  # the first part of every head that is rotated
     wide_qk_norm: bool = False  # one norm over all query heads and one over all key heads, before they are split
     shared_ffn: int = 0  # width of the shared expert
-    expert_groups: int = 0  # experts are chosen from `topk_groups` of so many groups
-    topk_groups: int = 0
+    expert_groups: int = 0  # experts are chosen from `group_topk` of so many groups
+    group_topk: int = 0
     routed_scale: float = 1.0
+    yarn: Yarn | None = None
+    linear_bias: bool = False  # every linear layer has one, router and experts too
+    swiglu_limit: float = 0.0  # (up + 1) * gate * sigmoid(1.702 gate) with both clamped, instead of up * silu(gate)
+    window: int = 0  # `window_layers` look back at so many tokens, their own counted
+    window_layers: frozenset[int] = frozenset()
+    sinks: bool = False  # one learned logit a head that takes part in the softmax and has no value
     # Prefixes of tensors a checkpoint may hold that are not part of the model trained here (multi-token prediction).
     not_built: tuple[str, ...] = ()
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from moerl.models.arch import ModelError
+from moerl.models.mxfp4 import BLOCKS, SCALES, Mxfp4
 from moerl.models.tensormap import Copy
 
 INDEX = "model.safetensors.index.json"
@@ -22,7 +23,10 @@ SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
 
 
 class HFReader:
-    """Slices of the tensors of a safetensors checkpoint; only the bytes asked for are read."""
+    """Slices of the tensors of a safetensors checkpoint; only the bytes asked for are read.
+
+    A tensor that is stored as MXFP4 (`_blocks` and `_scales` in its place) reads as its values.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -56,15 +60,23 @@ class HFReader:
                 raise ModelError(f"{self.path / file}: not a readable safetensors file ({error})") from None
         return cache[file]
 
-    def _slice(self, name: str):
+    def _stored(self, name: str):
         return self._handle(self.files[name], self._open).get_slice(name)
+
+    def _slice(self, name: str):
+        if name not in self.files and name + BLOCKS in self.files:
+            return Mxfp4(self._stored(name + BLOCKS), self._stored(name + SCALES))
+        return self._stored(name)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], not_built: tuple[str, ...] = ()) -> None:
         """Raise `ModelError`, one line a tensor, unless the checkpoint holds exactly these tensors; others may start with `not_built`."""
-        missing = sorted(set(shapes) - set(self.files))
-        extra = sorted(name for name in set(self.files) - set(shapes) if not name.startswith(not_built))
+        packed = {n for n in set(shapes) - set(self.files) if {n + BLOCKS, n + SCALES} <= set(self.files)}
+        found_names = set(self.files) | packed
+        parts = {n + part for n in packed for part in (BLOCKS, SCALES)}
+        missing = sorted(set(shapes) - found_names)
+        extra = sorted(name for name in set(self.files) - set(shapes) - parts if not name.startswith(not_built))
         lines = [f"missing tensor {n} {shapes[n]}" for n in missing] + [f"unexpected tensor {n} in {self.files[n]}" for n in extra]
-        for name in sorted(set(shapes) & set(self.files)):
+        for name in sorted(set(shapes) & found_names):
             found = tuple(self._slice(name).get_shape())
             if found != tuple(shapes[name]):
                 lines.append(f"tensor {name} has shape {found}, expected {tuple(shapes[name])}")
@@ -76,6 +88,10 @@ class HFReader:
         """The elements `copy.source` of a tensor, at the rank of its view."""
         piece = copy.piece
         stored = self._slice(piece.name)
+        if piece.row is not None:
+            return piece.arrange(stored[piece.row : piece.row + 1][0].contiguous())[copy.source]
+        if piece.order is not None:
+            return piece.arrange(stored[:])[copy.source]
         view, source = piece.view, copy.source
         added = 0
         while len(view) > len(piece.shape) and view[0] == 1:
@@ -122,7 +138,8 @@ def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], side_files: s
             shutil.copy(Path(side_files) / file, part / file)
     if dtype:
         config = json.loads((part / "config.json").read_text())
-        config.pop("torch_dtype", None)
+        for stale in ("torch_dtype", "quantization_config"):
+            config.pop(stale, None)
         (part / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2))
     old = out.with_name(out.name + ".old")
     shutil.rmtree(old, ignore_errors=True)

@@ -50,6 +50,10 @@ def attention(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
         yield whole(f"{name}.q_layernorm.weight", f"{hf}.q_norm.weight", (arch.heads * arch.head_dim,), layer, split=0)
         yield whole(f"{name}.k_layernorm.weight", f"{hf}.k_norm.weight", (arch.kv_heads * arch.head_dim,), layer, split=0)
     yield whole(f"{name}.linear_proj.weight", f"{hf}.o_proj.weight", (arch.hidden, arch.heads * arch.head_dim), layer, split=1)
+    if arch.linear_bias:
+        yield whole(f"{name}.linear_proj.bias", f"{hf}.o_proj.bias", (arch.hidden,), layer)
+    if arch.sinks:
+        yield whole(f"{name}.core_attention.softmax_offset", f"{hf}.sinks", (arch.heads,), layer, split=0)
 
 
 def moe(arch: Arch, layer: int, name: str, hf: str, *, bias: str = "gate.e_score_correction_bias",

@@ -30,7 +30,7 @@ def arch(hf: dict) -> Arch:
         qkv_bias=hf.get("attention_bias", False), experts=hf.get("n_routed_experts") or hf["num_local_experts"], topk=topk,
         expert_ffn=hf["moe_intermediate_size"], expert_bias=True, dense_layers=frozenset(range(hf.get("first_k_dense_replace", 0))),
         shared_ffn=hf["moe_intermediate_size"] * hf.get("n_shared_experts", 1), expert_groups=groups if groups > 1 else 0,
-        topk_groups=chosen if groups > 1 else 0, routed_scale=hf.get("routed_scaling_factor", 1.0),
+        group_topk=chosen if groups > 1 else 0, routed_scale=hf.get("routed_scaling_factor", 1.0),
         # Multi-token prediction layers are numbered after the model's own.
         not_built=tuple(f"model.layers.{layers + i}." for i in range(hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers", 0)) or 0)),
     )

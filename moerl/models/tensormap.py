@@ -21,12 +21,25 @@ from moerl.models.arch import ModelError
 
 @dataclass(frozen=True)
 class Piece:
-    """One Hugging Face tensor inside a parameter: `shape` is its own, `view` the same elements at the parameter's rank, `start` its corner."""
+    """One Hugging Face tensor inside a parameter: `shape` is its own, `view` the same elements at the parameter's rank, `start` its corner.
+
+    A tensor that holds all experts gives each one `row` of its first dimension. One that is stored transposed or interleaved has
+    `order`: dimension d of the view is dimension order[d] of the elements as they are stored.
+    """
 
     name: str
     shape: tuple[int, ...]
     view: tuple[int, ...]
     start: tuple[int, ...]
+    row: int | None = None
+    order: tuple[int, ...] | None = None
+
+    def arrange(self, stored: torch.Tensor) -> torch.Tensor:
+        """The stored elements (without the other rows) as the view, sharing memory."""
+        if self.order is None:
+            return stored.view(self.view)
+        lengths = dict(zip(self.order, self.view))
+        return stored.view([lengths[d] for d in range(len(self.view))]).permute(self.order)
 
 
 @dataclass(frozen=True)
@@ -121,7 +134,8 @@ class Assembler:
                 self.tensors[piece.name] = torch.empty(piece.shape, dtype=shard.dtype)
                 self.filled[piece.name] = 0
             source = box[copy.target]
-            self.tensors[piece.name].view(piece.view)[copy.source].copy_(source)
+            stored = self.tensors[piece.name] if piece.row is None else self.tensors[piece.name][piece.row]
+            piece.arrange(stored)[copy.source].copy_(source)
             self.filled[piece.name] += source.numel()
 
     def finish(self) -> dict[str, torch.Tensor]:
