@@ -158,7 +158,16 @@ MINIMAX_M2 = dict(
     use_mtp=True, mtp_transformer_layers=1, num_mtp_modules=3, shared_intermediate_size=0, scoring_func="sigmoid",
     quantization_config={"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
 )
-FULL = {"GLM-4.5-Air": (GLM_AIR, 106.85), "GLM-4.5": (GLM_355B, 352.80), "MiniMax-M2": (MINIMAX_M2, 228.69)}
+GPT_OSS = dict(
+    model_type="gpt_oss", num_hidden_layers=36, hidden_size=2880, head_dim=64, num_attention_heads=64, num_key_value_heads=8,
+    intermediate_size=2880, num_local_experts=128, num_experts_per_tok=4, vocab_size=201088, attention_bias=True, hidden_act="silu",
+    layer_types=["sliding_attention", "full_attention"] * 18, sliding_window=128, swiglu_limit=7.0, rms_norm_eps=1e-5,
+    tie_word_embeddings=False, rope_theta=150000, max_position_embeddings=131072,
+    rope_scaling={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096,
+                  "truncate": False},
+    quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+)
+FULL = {"GLM-4.5-Air": (GLM_AIR, 106.85), "GLM-4.5": (GLM_355B, 352.80), "MiniMax-M2": (MINIMAX_M2, 228.69), "gpt-oss-120b": (GPT_OSS, 116.83)}
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -202,6 +211,12 @@ def test_full_size_names_are_those_of_transformers(name):
     (MINIMAX_M2, {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
     (MINIMAX_M2, {"shared_intermediate_size": 64}, "shared_intermediate_size 64"),
     (MINIMAX_M2, {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+    (GPT_OSS, {"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
+    (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
+    (GPT_OSS, {"attention_bias": False}, "attention_bias False"),
+    (GPT_OSS, {"layer_types": ["chunked_attention"] * 36}, "layer_types"),
+    (GPT_OSS, {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+    (GPT_OSS, {"rope_scaling": GPT_OSS["rope_scaling"] | {"attention_factor": 1.0}}, "rope parameter attention_factor"),
 ])
 def test_a_field_that_is_not_understood_is_an_error(config, change, message):
     with pytest.raises(ModelError, match=message):
@@ -230,3 +245,73 @@ def test_prediction_layers_are_passed_over_and_nothing_else_is(ranks, tiny, tmp_
     save_file(tensors | {"model.layers.5.eh_proj.weight": torch.zeros(64, 128)}, path / "model.safetensors")
     with pytest.raises(AssertionError, match="unexpected tensor model.layers.5.eh_proj.weight"):
         ranks.run(ParallelLayout(), load_job, str(path))
+
+
+def test_expert_biases_need_etp_1(ranks, tiny):
+    with pytest.raises(AssertionError, match=r"ModelError: gpt_oss: .*\(etp\) 1"):
+        ranks.run(LAYOUTS["tp2 etp2"], load_job, str(tiny("gpt_oss")))
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "gpt_oss"])
+def test_resume_at_another_layout(ranks, tiny, tmp_path, family):
+    """Norm shards and sinks are ours: saved by four ranks, they go on as whole ones on a single rank."""
+    path, many = str(tiny(family)), LAYOUTS["tp2 pp2 ep2"]
+    expected = ranks.run(many, jobs.train_job, path, 3)
+    ranks.run(many, jobs.save_job, path, 2, str(tmp_path))
+    resumed = ranks.run(ParallelLayout(), jobs.resume_job, path, 2, 1, str(tmp_path))
+    assert jobs.total([r[0] for r in resumed]) == pytest.approx(jobs.total([r[2] for r in expected]), rel=2e-5)
+    assert resumed[0][0]["grad_norm"] == pytest.approx(expected[0][2]["grad_norm"], rel=2e-5)
+
+
+def test_mxfp4_experts_are_read_as_their_values(ranks, tiny, tmp_path):
+    """Every code and a range of scales, against transformers' own conversion; exported whole by expert-parallel ranks."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors, want = load_file(tiny("gpt_oss") / "model.safetensors"), {}
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 130, blocks.shape[:3], dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        want[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tiny("gpt_oss") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    whole = Assembler(params_of(read_arch(tmp_path)))
+    for shards in ranks.run(LAYOUTS["tp2 ep2"], export_job, str(tmp_path)):
+        for shard in shards:
+            whole.add(*shard)
+    found = whole.finish()
+    for name, value in want.items():
+        assert torch.equal(found[name], value) and torch.equal(value, value.bfloat16().float()), name
+
+
+def test_sinks_and_windows_in_packed_attention():
+    """Output and all gradients of two packed sequences equal the softmax with one more logit, written out."""
+    from types import SimpleNamespace
+
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from moerl.megatron.attention import PackedAttention
+
+    torch.manual_seed(0)
+    config = SimpleNamespace(context_parallel_size=1, kv_channels=16, window_size=(4, 0), window_attn_skip_freq=[1], softmax_type="learnable",
+                             num_attention_heads=4, tensor_model_parallel_size=1, params_dtype=torch.float32)
+    attention = PackedAttention(config, 1, None, "self")
+    attention.softmax_offset.data.normal_()
+    inputs = [torch.randn(20, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    starts = torch.tensor([0, 7, 20], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=13, max_seqlen_kv=13)
+    want = []
+    for first, last in ((0, 7), (7, 20)):
+        q, k, v = (x[first:last].repeat_interleave(4 // x.shape[1], 1).transpose(0, 1) for x in inputs)
+        n = last - first
+        distance = torch.arange(n)[:, None] - torch.arange(n)
+        logits = (q @ k.transpose(1, 2) / 4).masked_fill((distance < 0) | (distance > 4), float("-inf"))
+        logits = torch.cat([logits, attention.softmax_offset.view(4, 1, 1).expand(4, n, 1)], -1)
+        want.append((logits.softmax(-1)[..., :-1] @ v).transpose(0, 1).reshape(n, -1))
+    got, want, weight = attention(*inputs, packed_seq_params=packed), torch.cat(want), torch.randn(20, 64)
+    leaves = [*inputs, attention.softmax_offset]
+    assert torch.allclose(got, want, atol=1e-6)
+    for ours, theirs in zip(torch.autograd.grad((got * weight).sum(), leaves), torch.autograd.grad((want * weight).sum(), leaves)):
+        assert theirs.abs().max() > 0.1 and torch.allclose(ours, theirs, atol=1e-5)
