@@ -13,10 +13,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from moerl.layout import ParallelLayout
 from moerl.megatron.attention import PackedAttention, RMSNorm
+from moerl.megatron.latent import LatentAttention, latent_options
+from moerl.megatron.router import router_for
 from moerl.megatron.value import ValueHead
 from moerl.models.arch import Arch, ModelError
 
@@ -54,8 +56,11 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
             moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=engine,
             moe_layer_freq=[int(arch.is_moe(i)) for i in range(arch.layers)],
+            moe_router_topk_scaling_factor=arch.routed_scale if arch.routed_scale != 1.0 else None,
+            moe_shared_expert_intermediate_size=arch.shared_ffn or None,
         )
-    return TransformerConfig(
+    kind, latent = (MLATransformerConfig, latent_options(arch)) if arch.latent else (TransformerConfig, {})
+    return kind(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
         num_attention_heads=arch.heads,
@@ -68,7 +73,7 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
-        qk_layernorm=arch.qk_norm,
+        qk_layernorm=arch.qk_norm or arch.latent is not None,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -91,28 +96,42 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
         bias_dropout_fusion=engine,
         masked_softmax_fusion=False,
         persist_layer_norm=engine,
-        apply_rope_fusion=engine,
+        # The fused kernel for latent attention takes cosine and sine in the activations' dtype.
+        apply_rope_fusion=engine and arch.latent is None,
         batch_p2p_comm=torch.cuda.is_available(),
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize,
         **moe,
+        **latent,
     )
 
 
-def _layer_spec(config: TransformerConfig, moe: bool) -> ModuleSpec:
-    experts = config.num_moe_experts if moe else None
+def _layer_spec(config: TransformerConfig, arch: Arch, moe: bool) -> ModuleSpec:
+    options = dict(num_experts=config.num_moe_experts if moe else None, qk_layernorm=config.qk_layernorm,
+                   multi_latent_attention=arch.latent is not None)
     if have_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
-        )
-    spec = get_gpt_layer_local_spec(
-        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
+        spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **options)
+    else:
+        spec = _local_layer_spec(config, options)
+    if arch.latent:
+        spec.submodules.self_attention.module = LatentAttention
+        spec.submodules.self_attention.params["norm_eps"] = arch.latent.norm_eps
+    if moe and (router := router_for(arch)):
+        mlp = spec.submodules.mlp  # a ModuleSpec, since Megatron-core 0.17 a partial
+        (mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]).router = router
+    return spec
+
+
+def _local_layer_spec(config: TransformerConfig, options: dict) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(moe_grouped_gemm=False, normalization="RMSNorm", **options)
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention.submodules.core_attention = PackedAttention
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
     if config.qk_layernorm:
-        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
+        names = ("q_layernorm", "kv_layernorm") if config.multi_latent_attention else ("q_layernorm", "k_layernorm")
+        for name in names:
+            setattr(attention, name, RMSNorm)
     return spec
 
 
@@ -121,7 +140,7 @@ def _block_spec(config: TransformerConfig, arch: Arch, layers: range) -> Transfo
         from megatron.core.extensions.transformer_engine import TENorm as norm
     else:
         norm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, arch.is_moe(i)) for i in layers], layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, arch, arch.is_moe(i)) for i in layers], layer_norm=norm)
 
 
 def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, value_head: bool = False) -> list[GPTModel]:

@@ -12,6 +12,37 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: ranks of the query (None: not compressed) and key/value latents, widths of one head's parts.
+
+    A head's query and key are `nope` elements without and `rope` elements with rotary position, its value has `value` elements.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN scaling of rotary positions, as in DeepSeek-V2's reference code; `original` is the context length before scaling.
+
+    Cosine and sine are scaled by m(mscale) / m(mscale_all_dim), attention scores by m(mscale_all_dim)^2, with
+    m(s) = 0.1 s ln(factor) + 1 (1 for factors up to 1).
+    """
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
 class Arch:
     """Dimensions and switches of a decoder-only transformer. Widths are in elements of one token."""
 
@@ -34,6 +65,15 @@ class Arch:
     norm_topk: bool = True
     expert_bias: bool = False
     dense_layers: frozenset[int] = frozenset()
+    # Routing limited to the best `group_topk` of `expert_groups` groups; a group's score is the sum of its `group_best` best experts'.
+    expert_groups: int = 0
+    group_topk: int = 0
+    group_best: int = 0
+    routed_scale: float = 1.0
+    shared_ffn: int = 0
+    latent: Latent | None = None
+    yarn: Yarn | None = None
+    mtp_layers: int = 0
 
     def is_moe(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense_layers
@@ -42,4 +82,5 @@ class Arch:
         return ModelDims(
             layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, vocab=self.vocab,
             ffn=self.ffn, experts=self.experts, expert_ffn=self.expert_ffn,
+            shared_expert_ffn=self.shared_ffn,
         )
