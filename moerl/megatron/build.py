@@ -56,6 +56,8 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
             moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=engine,
             moe_layer_freq=[int(arch.is_moe(i)) for i in range(arch.layers)],
+            moe_router_num_groups=arch.expert_groups or None,
+            moe_router_group_topk=arch.group_topk or None,
             moe_router_topk_scaling_factor=arch.routed_scale if arch.routed_scale != 1.0 else None,
             moe_shared_expert_intermediate_size=arch.shared_ffn or None,
         )

@@ -16,10 +16,10 @@ def router_for(arch: Arch):
 
     Megatron-core scores a group by its topk // group_topk best experts, the models by a fixed number: 1 (DeepSeek-V2) or 2 (V3).
     """
-    if not arch.expert_groups and (arch.norm_topk or not arch.expert_bias):
+    if not arch.group_best and (arch.norm_topk or not arch.expert_bias):
         return None
-    return partial(GroupRouter, groups=arch.expert_groups, group_topk=arch.group_topk, group_best=arch.group_best,
-                   normalize=arch.norm_topk)
+    return partial(GroupRouter, groups=arch.expert_groups if arch.group_best else 0, group_topk=arch.group_topk,
+                   group_best=arch.group_best, normalize=arch.norm_topk)
 
 
 class GroupRouter(TopKRouter):

@@ -28,10 +28,10 @@ class Latent:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN scaling of rotary positions, as in DeepSeek-V2's reference code; `original` is the context length before scaling.
+    """YaRN scaling of rotary positions (Peng et al. 2023); `original` is the context length before scaling.
 
-    Cosine and sine are scaled by m(mscale) / m(mscale_all_dim), attention scores by m(mscale_all_dim)^2, with
-    m(s) = 0.1 s ln(factor) + 1 (1 for factors up to 1).
+    Cosine and sine are scaled by m(mscale) / m(mscale_all_dim), latent attention's scores by m(mscale_all_dim)^2, with
+    m(s) = 0.1 s ln(factor) + 1 (1 for factors up to 1). `truncate` rounds the first and last scaled dimension to whole numbers.
     """
 
     factor: float
@@ -40,6 +40,7 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Arch:
     norm_topk: bool = True
     expert_bias: bool = False
     dense_layers: frozenset[int] = frozenset()
-    # Routing limited to the best `group_topk` of `expert_groups` groups; a group's score is the sum of its `group_best` best experts'.
+    # Routing limited to `group_topk` of `expert_groups` groups, scored by the sum of their `group_best` best experts (0: topk // group_topk).
     expert_groups: int = 0
     group_topk: int = 0
     group_best: int = 0
