@@ -13,7 +13,7 @@ from moerl.controller import checkpoints
 from moerl.controller.group import Role, WorkerGroup
 from moerl.controller.placement import Cluster, Placement, check_tokenizer, max_tokens, place
 from moerl.controller.worker import ModelSpec
-from moerl.models import params_of, read_arch
+from moerl.models import carried_of, params_of, read_arch
 from moerl.models.arch import Arch
 from moerl.models.checkpoint import HFReader, write_hf
 from moerl.models.tensormap import Assembler, hf_shapes
@@ -41,7 +41,7 @@ def plan(config: RunConfig) -> Plan:
 
     arch = read_arch(config.model.path)
     placement = place(config, arch)
-    HFReader(config.model.path).check(hf_shapes(params_of(arch).values()), arch.not_built)
+    HFReader(config.model.path).check(hf_shapes(params_of(arch).values()), carried_of(arch))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     check_tokenizer(tokenizer, arch, config.model.path)
     return Plan(config, arch, placement, tokenizer)
@@ -118,7 +118,8 @@ class Processes:
         for shards in self.roles["actor"].shards():
             for shard in shards:
                 whole.add(*shard)
-        return write_hf(path, whole.finish(), side_files, dtype=dtype)
+        carried = HFReader(side_files).carried(carried_of(self.arch), dtype)
+        return write_hf(path, whole.finish() | carried, side_files, dtype=dtype)
 
     def shutdown(self) -> None:
         self.cluster.shutdown()

@@ -15,11 +15,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from moerl.layout import ParallelLayout
 from moerl.megatron.attention import PackedAttention, RMSNorm
+from moerl.megatron.latent import LatentAttention, latent_options
 from moerl.megatron.qk_norm import widen_qk_norms
+from moerl.megatron.router import router_for
 from moerl.megatron.value import ValueHead
 from moerl.models.arch import Arch, ModelError
 
@@ -40,7 +42,7 @@ def _finalize(model, num_tokens=None, **groups) -> None:
 def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
     engine = have_transformer_engine()
     if arch.linear_bias and arch.experts and layout.etp > 1:
-        raise ModelError(f"{arch.family}: Megatron-core has expert biases only with expert tensor parallelism (etp) 1; spread experts with ep")
+        raise ModelError(f"{arch.family}: Megatron-core has expert biases only with expert tensor parallelism (etp) 1; use ep instead")
     moe = {}
     if arch.experts:
         moe = dict(
@@ -56,15 +58,16 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
             moe_router_enable_expert_bias=arch.expert_bias,
             moe_router_score_function="sigmoid" if arch.expert_bias else "softmax",
             moe_router_bias_update_rate=0.0,
+            moe_token_dispatcher_type="alltoall",
+            moe_grouped_gemm=engine,
+            moe_layer_freq=[int(arch.is_moe(i)) for i in range(arch.layers)],
             moe_router_num_groups=arch.expert_groups or None,
             moe_router_group_topk=arch.group_topk or None,
             moe_router_topk_scaling_factor=arch.routed_scale if arch.routed_scale != 1.0 else None,
             moe_shared_expert_intermediate_size=arch.shared_ffn or None,
-            moe_token_dispatcher_type="alltoall",
-            moe_grouped_gemm=engine,
-            moe_layer_freq=[int(arch.is_moe(i)) for i in range(arch.layers)],
         )
-    config = TransformerConfig(
+    kind, latent = (MLATransformerConfig, latent_options(arch)) if arch.latent else (TransformerConfig, {})
+    config = kind(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
         num_attention_heads=arch.heads,
@@ -79,7 +82,7 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
         glu_linear_offset=1.0 if arch.swiglu_limit else 0.0,
         add_bias_linear=arch.linear_bias,
         add_qkv_bias=arch.qkv_bias,
-        qk_layernorm=arch.qk_norm,
+        qk_layernorm=arch.qk_norm or arch.latent is not None,
         window_size=(arch.window - 1, 0) if arch.window else None,
         window_attn_skip_freq=[int(i in arch.window_layers) for i in range(arch.layers)] if arch.window else None,
         softmax_type="learnable" if arch.sinks else "vanilla",
@@ -105,14 +108,15 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
         bias_dropout_fusion=engine and not arch.linear_bias,
         masked_softmax_fusion=False,
         persist_layer_norm=engine,
-        # The fused kernel for packed rows leaves YaRN's factor on cosine and sine out.
-        apply_rope_fusion=engine and arch.yarn is None,
+        # Fused, YaRN's factor on cosine and sine is left out of packed rows, and latent attention takes both in the activations' dtype.
+        apply_rope_fusion=engine and arch.yarn is None and arch.latent is None,
         batch_p2p_comm=torch.cuda.is_available(),
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize,
         **moe,
+        **latent,
     )
-    if arch.yarn:
+    if arch.yarn and not arch.latent:
         # Attributes that Megatron-core's model looks for and its configuration class does not declare.
         for name, value in dict(
             rotary_scaling_factor=arch.yarn.factor, original_max_position_embeddings=arch.yarn.original, beta_fast=arch.yarn.beta_fast,
@@ -123,20 +127,32 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
     return config
 
 
-def _layer_spec(config: TransformerConfig, moe: bool) -> ModuleSpec:
-    experts = config.num_moe_experts if moe else None
+def _layer_spec(config: TransformerConfig, arch: Arch, moe: bool) -> ModuleSpec:
+    options = dict(num_experts=config.num_moe_experts if moe else None, qk_layernorm=config.qk_layernorm,
+                   multi_latent_attention=arch.latent is not None)
     if have_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
-        )
-    spec = get_gpt_layer_local_spec(
-        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
+        spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **options)
+    else:
+        spec = _local_layer_spec(config, options)
+    if arch.latent:
+        spec.submodules.self_attention.module = LatentAttention
+        spec.submodules.self_attention.params["norm_eps"] = arch.latent.norm_eps
+    if moe and (router := router_for(arch)):
+        mlp = spec.submodules.mlp  # a ModuleSpec, since Megatron-core 0.17 a partial
+        (mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]).router = router
+    return spec
+
+
+def _local_layer_spec(config: TransformerConfig, options: dict) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(moe_grouped_gemm=False, normalization="RMSNorm", **options)
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention.submodules.core_attention = PackedAttention
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
     if config.qk_layernorm:
-        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
+        names = ("q_layernorm", "kv_layernorm") if config.multi_latent_attention else ("q_layernorm", "k_layernorm")
+        for name in names:
+            setattr(attention, name, RMSNorm)
     return spec
 
 
@@ -145,7 +161,7 @@ def _block_spec(config: TransformerConfig, arch: Arch, layers: range) -> Transfo
         from megatron.core.extensions.transformer_engine import TENorm as norm
     else:
         norm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, arch.is_moe(i)) for i in layers], layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, arch, arch.is_moe(i)) for i in layers], layer_norm=norm)
 
 
 def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, value_head: bool = False) -> list[GPTModel]:
@@ -170,7 +186,7 @@ def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, 
             post_process=last,
             parallel_output=True,
             share_embeddings_and_output_weights=arch.tied_embeddings,
-            position_embedding_type="yarn" if arch.yarn else "rope",
+            position_embedding_type="yarn" if arch.yarn and not arch.latent else "rope",
             rotary_base=arch.rope_theta,
             rotary_percent=arch.rotary_percent,
             vp_stage=vp_stage,

@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from moerl.layout import ParallelLayout
+from moerl.models import carried_of
 from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader
 from moerl.models.tensormap import Param, copies, hf_shapes
@@ -18,6 +19,8 @@ from moerl.models.tensormap import Param, copies, hf_shapes
 # Transformer Engine fuses these norms into the projection that follows them.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
@@ -110,7 +113,7 @@ def load_hf(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: in
             value_head: bool = False) -> None:
     """Fill this rank's shards from the checkpoint at `path`, reading only the boxes it owns; the value head is left as it is."""
     reader = HFReader(path)
-    reader.check(hf_shapes(params.values()), arch.not_built)
+    reader.check(hf_shapes(params.values()), carried_of(arch))
     for shard in shards(chunks, arch, layout, rank, params, value_head=value_head):
         param = params[shard.name]
         if tuple(shard.tensor.shape) != param.local_shape(shard.parts):

@@ -1,15 +1,24 @@
-"""Model families. A family is one module with `arch(hf_config) -> Arch` and `params(arch) -> Iterator[Param]`."""
+"""Model families. A family is one module with `arch(hf_config) -> Arch` and `params(arch) -> Iterator[Param]`,
+and `carried(arch)` where its checkpoints have tensors that Megatron does not hold."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from moerl.models import glm4_moe, gpt_oss, minimax_m2, qwen3_moe
+from moerl.models import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, minimax_m2, qwen3_moe
 from moerl.models.arch import Arch, ModelError
 from moerl.models.tensormap import Param
 
-FAMILIES = {"glm4_moe": glm4_moe, "gpt_oss": gpt_oss, "minimax_m2": minimax_m2, "qwen3_moe": qwen3_moe}
+FAMILIES = {
+    "qwen3_moe": qwen3_moe,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "kimi_k2": deepseek_v3,
+    "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
+    "minimax_m2": minimax_m2,
+}
 
 
 def read_arch(path: str | Path) -> Arch:
@@ -30,3 +39,9 @@ def read_arch(path: str | Path) -> Arch:
 def params_of(arch: Arch) -> dict[str, Param]:
     """The family's tensor map by Megatron name."""
     return {p.name: p for p in FAMILIES[arch.family].params(arch)}
+
+
+def carried_of(arch: Arch) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors that a checkpoint may have and no Megatron model holds: they stay in a checkpoint as they are."""
+    family = FAMILIES[arch.family]
+    return family.carried(arch) if hasattr(family, "carried") else {}

@@ -18,13 +18,32 @@ from moerl.models.mxfp4 import BLOCKS, SCALES, Mxfp4
 from moerl.models.tensormap import Copy
 
 INDEX = "model.safetensors.index.json"
+SCALE = "_scale_inv"
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
               "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")
+
+
+class BlockScaled:
+    """A float8 matrix with one float32 scale a block, read as float32: slicing gives weight * scale of those elements."""
+
+    def __init__(self, weight, scale: torch.Tensor, block: tuple[int, int]):
+        self.weight, self.scale, self.block = weight, scale, block
+
+    def get_shape(self) -> list[int]:
+        return self.weight.get_shape()
+
+    def __getitem__(self, index) -> torch.Tensor:
+        index = index if isinstance(index, tuple) else (index,)
+        spans = [range(n)[i] for n, i in zip(self.get_shape(), (*index, slice(None), slice(None)))]
+        rows, columns = (torch.tensor(span) // size for span, size in zip(spans, self.block))
+        box = self.weight[tuple(slice(s.start, s.stop) for s in spans)]
+        return box.float() * self.scale[rows[:, None], columns]
 
 
 class HFReader:
     """Slices of the tensors of a safetensors checkpoint; only the bytes asked for are read.
 
+    A `weight` in float8 with `weight_scale_inv` beside it (in any file) reads as the float32 product.
     A tensor that is stored as MXFP4 (`_blocks` and `_scales` in its place) reads as its values.
     """
 
@@ -66,15 +85,32 @@ class HFReader:
     def _slice(self, name: str):
         if name not in self.files and name + BLOCKS in self.files:
             return Mxfp4(self._stored(name + BLOCKS), self._stored(name + SCALES))
-        return self._stored(name)
+        stored = self._stored(name)
+        if not stored.get_dtype().startswith("F8"):
+            return stored
+        shape, scale_name, block = stored.get_shape(), name + SCALE, self._block()
+        if scale_name not in self.files:
+            raise ModelError(f"{self.path}: tensor {name} is {stored.get_dtype()} without scales ({scale_name} is missing)")
+        scale = self._stored(scale_name)[:]
+        grid = [-(-n // size) for n, size in zip(shape, block)]
+        if len(shape) != 2 or list(scale.shape) != grid:
+            raise ModelError(f"{self.path}: tensor {scale_name} has shape {tuple(scale.shape)}, blocks of {block} of {shape} need {grid}")
+        return BlockScaled(stored, scale.float(), block)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], not_built: tuple[str, ...] = ()) -> None:
-        """Raise `ModelError`, one line a tensor, unless the checkpoint holds exactly these tensors; others may start with `not_built`."""
+    def _block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        config = json.loads((self.path / "config.json").read_text())
+        return tuple((config.get("quantization_config") or {}).get("weight_block_size") or (128, 128))
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], carried: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        """Raise `ModelError`, one line a tensor, unless the checkpoint holds exactly these tensors, and all or none of `carried`."""
+        shapes = {**shapes, **self._present(carried or {})}
         packed = {n for n in set(shapes) - set(self.files) if {n + BLOCKS, n + SCALES} <= set(self.files)}
         found_names = set(self.files) | packed
-        parts = {n + part for n in packed for part in (BLOCKS, SCALES)}
         missing = sorted(set(shapes) - found_names)
-        extra = sorted(name for name in set(self.files) - set(shapes) - parts if not name.startswith(not_built))
+        scales = {n + SCALE for n in set(shapes) & set(self.files) if self._stored(n).get_dtype().startswith("F8")}
+        scales |= {n + part for n in packed for part in (BLOCKS, SCALES)}
+        extra = sorted(set(self.files) - set(shapes) - scales)
         lines = [f"missing tensor {n} {shapes[n]}" for n in missing] + [f"unexpected tensor {n} in {self.files[n]}" for n in extra]
         for name in sorted(set(shapes) & found_names):
             found = tuple(self._slice(name).get_shape())
@@ -83,6 +119,14 @@ class HFReader:
         if lines:
             more = f"\n... and {len(lines) - 10} more" if len(lines) > 10 else ""
             raise ModelError(f"{self.path}: the checkpoint does not fit its config.json\n" + "\n".join(lines[:10]) + more)
+
+    def _present(self, carried: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+        return carried if any(name in self.files for name in carried) else {}
+
+    def carried(self, names: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, torch.Tensor]:
+        """Those of the tensors `names` that the checkpoint has, whole and as they are; scaled float8 ones as `dtype`."""
+        found = {name: self._slice(name) for name in self._present(names)}
+        return {name: box[:].to(getattr(torch, dtype)) if isinstance(box, BlockScaled) else box[:] for name, box in found.items()}
 
     def read(self, copy: Copy) -> torch.Tensor:
         """The elements `copy.source` of a tensor, at the rank of its view."""

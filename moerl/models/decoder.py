@@ -39,7 +39,26 @@ def gated_mlp(name: str, hf: str, hidden: int, ffn: int, layer: int, expert: int
     yield whole(f"{name}.linear_fc2.weight", f"{hf}.{parts[2]}.weight", (hidden, ffn), layer, split=1, expert=expert)
 
 
+def latent_attention(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
+    """Multi-head latent attention. Down projections are whole on every rank, up projections are cut along heads."""
+    a, heads, hidden = arch.latent, arch.heads, arch.hidden
+    query = (heads * (a.nope + a.rope),)
+    if a.q_rank is None:
+        yield whole(f"{name}.linear_q_proj.weight", f"{hf}.q_proj.weight", (*query, hidden), layer, split=0)
+    else:
+        yield whole(f"{name}.linear_q_down_proj.weight", f"{hf}.q_a_proj.weight", (a.q_rank, hidden), layer)
+        yield whole(f"{name}.q_layernorm.weight", f"{hf}.q_a_layernorm.weight", (a.q_rank,), layer)
+        yield whole(f"{name}.linear_q_up_proj.weight", f"{hf}.q_b_proj.weight", (*query, a.q_rank), layer, split=0)
+    yield whole(f"{name}.linear_kv_down_proj.weight", f"{hf}.kv_a_proj_with_mqa.weight", (a.kv_rank + a.rope, hidden), layer)
+    yield whole(f"{name}.kv_layernorm.weight", f"{hf}.kv_a_layernorm.weight", (a.kv_rank,), layer)
+    yield whole(f"{name}.linear_kv_up_proj.weight", f"{hf}.kv_b_proj.weight", (heads * (a.nope + a.value), a.kv_rank), layer, split=0)
+    yield whole(f"{name}.linear_proj.weight", f"{hf}.o_proj.weight", (hidden, heads * a.value), layer, split=1)
+
+
 def attention(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
+    if arch.latent:
+        yield from latent_attention(arch, layer, name, hf)
+        return
     yield fused_qkv(f"{name}.linear_qkv", hf, arch, layer, (arch.hidden,))
     if arch.qkv_bias:
         yield fused_qkv(f"{name}.linear_qkv", hf, arch, layer, ())
@@ -72,6 +91,18 @@ def moe(arch: Arch, layer: int, name: str, hf: str, *, bias: str = "gate.e_score
 MoeMap = Callable[[Arch, int, str, str], Iterator[Param]]
 
 
+def layer(arch: Arch, i: int, *, moe: MoeMap = moe, moe_at: str = "mlp") -> Iterator[Param]:
+    """One pre-norm decoder layer; `moe` maps a mixture of experts, which the checkpoint calls `moe_at`."""
+    name, hf = f"decoder.layers.{i}", f"model.layers.{i}"
+    yield whole(f"{name}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (arch.hidden,), i)
+    yield from attention(arch, i, f"{name}.self_attention", f"{hf}.self_attn")
+    yield whole(f"{name}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (arch.hidden,), i)
+    if arch.is_moe(i):
+        yield from moe(arch, i, f"{name}.mlp", f"{hf}.{moe_at}")
+    else:
+        yield from gated_mlp(f"{name}.mlp", f"{hf}.mlp", arch.hidden, arch.ffn, i)
+
+
 def decoder(arch: Arch, *, moe: MoeMap = moe, moe_at: str = "mlp") -> Iterator[Param]:
     """All parameters of a pre-norm decoder with rotary attention and SwiGLU or mixture-of-experts layers.
 
@@ -80,14 +111,7 @@ def decoder(arch: Arch, *, moe: MoeMap = moe, moe_at: str = "mlp") -> Iterator[P
     table = (arch.vocab, arch.hidden)
     yield whole("embedding.word_embeddings.weight", "model.embed_tokens.weight", table, "first", split=0, padded=True)
     for i in range(arch.layers):
-        name, hf = f"decoder.layers.{i}", f"model.layers.{i}"
-        yield whole(f"{name}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (arch.hidden,), i)
-        yield from attention(arch, i, f"{name}.self_attention", f"{hf}.self_attn")
-        yield whole(f"{name}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (arch.hidden,), i)
-        if arch.is_moe(i):
-            yield from moe(arch, i, f"{name}.mlp", f"{hf}.{moe_at}")
-        else:
-            yield from gated_mlp(f"{name}.mlp", f"{hf}.mlp", arch.hidden, arch.ffn, i)
+        yield from layer(arch, i, moe=moe, moe_at=moe_at)
     yield whole("decoder.final_layernorm.weight", "model.norm.weight", (arch.hidden,), "last")
     head = "model.embed_tokens.weight" if arch.tied_embeddings else "lm_head.weight"
     yield whole("output_layer.weight", head, table, "last", split=0, padded=True, tied=arch.tied_embeddings)

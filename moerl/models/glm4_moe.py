@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moerl.models.arch import Arch, ModelError
 from moerl.models.decoder import decoder as params  # noqa: F401  (the family's tensor map)
+from moerl.models.deepseek_v3 import carried  # noqa: F401  (the same prediction layers)
 
 
 def arch(hf: dict) -> Arch:
@@ -17,20 +18,17 @@ def arch(hf: dict) -> Arch:
             raise ModelError(f"glm4_moe: {field} {hf[field]!r} is not supported (supported: {wanted!r})")
     if hf.get("quantization_config"):
         raise ModelError("glm4_moe: a quantized checkpoint (quantization_config) is not supported")
-    layers, topk, groups, chosen = hf["num_hidden_layers"], hf["num_experts_per_tok"], hf.get("n_group", 1), hf.get("topk_group", 1)
-    if groups > 1 and topk != 2 * chosen:
-        raise ModelError(f"glm4_moe: num_experts_per_tok {topk} with topk_group {chosen} is not supported: groups are ranked by their best two "
-                         f"experts, by Megatron-core by the best num_experts_per_tok / topk_group")
+    groups = hf.get("n_group") or 1
     return Arch(
-        family="glm4_moe", layers=layers, hidden=hf["hidden_size"], heads=hf["num_attention_heads"], kv_heads=hf["num_key_value_heads"],
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"], vocab=hf["vocab_size"], norm_eps=hf["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
+        family="glm4_moe", layers=hf["num_hidden_layers"], hidden=hf["hidden_size"], heads=hf["num_attention_heads"],
+        kv_heads=hf["num_key_value_heads"], head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        vocab=hf["vocab_size"], norm_eps=hf["rms_norm_eps"], rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
         rotary_percent=rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 0.5)),
         tied_embeddings=hf.get("tie_word_embeddings", False), ffn=hf["intermediate_size"], qk_norm=hf.get("use_qk_norm", False),
-        qkv_bias=hf.get("attention_bias", False), experts=hf.get("n_routed_experts") or hf["num_local_experts"], topk=topk,
-        expert_ffn=hf["moe_intermediate_size"], expert_bias=True, dense_layers=frozenset(range(hf.get("first_k_dense_replace", 0))),
-        shared_ffn=hf["moe_intermediate_size"] * hf.get("n_shared_experts", 1), expert_groups=groups if groups > 1 else 0,
-        group_topk=chosen if groups > 1 else 0, routed_scale=hf.get("routed_scaling_factor", 1.0),
-        # Multi-token prediction layers are numbered after the model's own.
-        not_built=tuple(f"model.layers.{layers + i}." for i in range(hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers", 0)) or 0)),
+        qkv_bias=hf.get("attention_bias", False), experts=hf.get("n_routed_experts") or hf["num_local_experts"],
+        topk=hf["num_experts_per_tok"], expert_ffn=hf["moe_intermediate_size"], expert_bias=True,
+        dense_layers=frozenset(range(hf.get("first_k_dense_replace", 0))),
+        shared_ffn=hf["moe_intermediate_size"] * hf.get("n_shared_experts", 1),
+        expert_groups=groups if groups > 1 else 0, group_topk=hf["topk_group"] if groups > 1 else 0, group_best=2 if groups > 1 else 0,
+        routed_scale=hf.get("routed_scaling_factor", 1.0), mtp_layers=hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers", 0)) or 0,
     )

@@ -24,15 +24,15 @@ def arch(hf: dict) -> Arch:
             raise ModelError(f"minimax_m2: {field} {hf[field]!r} is not supported (supported: {wanted!r})")
     if (method := (hf.get("quantization_config") or {}).get("quant_method", "fp8")) != "fp8":
         raise ModelError(f"minimax_m2: a checkpoint quantized by {method!r} is not supported")
-    layers, head_dim = hf["num_hidden_layers"], hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     rotary = hf["rotary_dim"] / head_dim if "rotary_dim" in hf else hf.get("partial_rotary_factor", 1.0)
-    extra = hf.get("num_mtp_modules", 0) * hf.get("mtp_transformer_layers", 1) if hf.get("use_mtp") else 0
     return Arch(
-        family="minimax_m2", layers=layers, hidden=hf["hidden_size"], heads=hf["num_attention_heads"], kv_heads=hf["num_key_value_heads"],
-        head_dim=head_dim, vocab=hf["vocab_size"], norm_eps=hf["rms_norm_eps"], rope_theta=rope.get("rope_theta", hf.get("rope_theta", 5e6)),
-        rotary_percent=rope.get("partial_rotary_factor", rotary), tied_embeddings=hf.get("tie_word_embeddings", False), wide_qk_norm=True,
+        family="minimax_m2", layers=hf["num_hidden_layers"], hidden=hf["hidden_size"], heads=hf["num_attention_heads"],
+        kv_heads=hf["num_key_value_heads"], head_dim=head_dim, vocab=hf["vocab_size"], norm_eps=hf["rms_norm_eps"],
+        rope_theta=rope.get("rope_theta", hf.get("rope_theta", 5e6)), rotary_percent=rope.get("partial_rotary_factor", rotary),
+        tied_embeddings=hf.get("tie_word_embeddings", False), wide_qk_norm=True,
         experts=hf.get("num_local_experts") or hf["num_experts"], topk=hf["num_experts_per_tok"], expert_ffn=hf["intermediate_size"],
-        expert_bias=True, not_built=tuple(f"model.layers.{layers + i}." for i in range(extra)),
+        expert_bias=True,
     )
 
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,8 +217,10 @@ class RolloutEngine:
                 self._engine.abort_request(list(pending))
         return results
 
-    def load_weights(self, tensors: dict[str, torch.Tensor], version: int) -> float:
+    def load_weights(self, tensors: dict[str, torch.Tensor], version: int, without: Iterable[str] = ()) -> float:
         """Replace all weights by `tensors` (Hugging Face names, full tensors) and serve them as `version`.
+
+        The checkpoint's tensors `without` may be left out: ones that vLLM's model does not hold.
 
         All or nothing: names, shapes and dtypes are checked on every worker before any weight is touched. While it
         runs, /dev/shm holds the whole model. Returns the seconds it took.
@@ -229,7 +232,8 @@ class RolloutEngine:
         path = SHARED_MEMORY / f"moerl-weights-{os.getpid()}-{uuid.uuid4().hex}.safetensors"
         try:
             write_safetensors(path, tensors)
-            self._call(ValueError, "moerl_check_weights", str(path), self._needed)
+            needed = {name: entry for name, entry in self._needed.items() if name not in without}
+            self._call(ValueError, "moerl_check_weights", str(path), needed)
             self._version, self._incomplete = None, True
             self._call(RuntimeError, "moerl_load_weights", str(path))
             if not self._engine.reset_prefix_cache():  # its keys and values belong to the old weights
