@@ -167,7 +167,8 @@ GPT_OSS = dict(
                   "truncate": False},
     quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
 )
-FULL = {"GLM-4.5-Air": (GLM_AIR, 106.85), "GLM-4.5": (GLM_355B, 352.80), "MiniMax-M2": (MINIMAX_M2, 228.69), "gpt-oss-120b": (GPT_OSS, 116.83)}
+FULL = {"GLM-4.5-Air": (GLM_AIR, 106.85), "GLM-4.5": (GLM_355B, 352.80), "MiniMax-M2": (MINIMAX_M2, 228.69),
+        "gpt-oss-120b": (GPT_OSS, 116.83)}
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -205,7 +206,7 @@ def test_full_size_names_are_those_of_transformers(name):
     (GLM_AIR, {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope type 'linear'"),
     (GLM_AIR, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     (GLM_AIR, {"norm_topk_prob": False}, "norm_topk_prob False"),
-    (GLM_AIR, {"n_group": 4, "topk_group": 2}, "best two experts"),
+    (GLM_AIR, {"n_group": 4, "topk_group": 2}, "best two"),
     (GLM_AIR, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     (MINIMAX_M2, {"use_qk_norm": False}, "use_qk_norm False"),
     (MINIMAX_M2, {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
@@ -256,11 +257,11 @@ def test_expert_biases_need_etp_1(ranks, tiny):
 def test_resume_at_another_layout(ranks, tiny, tmp_path, family):
     """Norm shards and sinks are ours: saved by four ranks, they go on as whole ones on a single rank."""
     path, many = str(tiny(family)), LAYOUTS["tp2 pp2 ep2"]
-    expected = ranks.run(many, jobs.train_job, path, 3)
-    ranks.run(many, jobs.save_job, path, 2, str(tmp_path))
-    resumed = ranks.run(ParallelLayout(), jobs.resume_job, path, 2, 1, str(tmp_path))
-    assert jobs.total([r[0] for r in resumed]) == pytest.approx(jobs.total([r[2] for r in expected]), rel=2e-5)
-    assert resumed[0][0]["grad_norm"] == pytest.approx(expected[0][2]["grad_norm"], rel=2e-5)
+    expected = ranks.run(many, jobs.train_job, path, 2)
+    ranks.run(many, jobs.save_job, path, 1, str(tmp_path))
+    resumed = ranks.run(ParallelLayout(), jobs.resume_job, path, 1, 1, str(tmp_path))
+    assert jobs.total([r[0] for r in resumed]) == pytest.approx(jobs.total([r[1] for r in expected]), rel=2e-5)
+    assert resumed[0][0]["grad_norm"] == pytest.approx(expected[0][1]["grad_norm"], rel=2e-5)
 
 
 def test_mxfp4_experts_are_read_as_their_values(ranks, tiny, tmp_path):
@@ -295,8 +296,8 @@ def test_sinks_and_windows_in_packed_attention():
     from moerl.megatron.attention import PackedAttention
 
     torch.manual_seed(0)
-    config = SimpleNamespace(context_parallel_size=1, kv_channels=16, window_size=(4, 0), window_attn_skip_freq=[1], softmax_type="learnable",
-                             num_attention_heads=4, tensor_model_parallel_size=1, params_dtype=torch.float32)
+    config = SimpleNamespace(context_parallel_size=1, kv_channels=16, window_size=(4, 0), window_attn_skip_freq=[1],
+                             softmax_type="learnable", num_attention_heads=4, tensor_model_parallel_size=1, params_dtype=torch.float32)
     attention = PackedAttention(config, 1, None, "self")
     attention.softmax_offset.data.normal_()
     inputs = [torch.randn(20, heads, 16, requires_grad=True) for heads in (4, 2, 2)]

@@ -19,8 +19,8 @@ def arch(hf: dict) -> Arch:
         raise ModelError("glm4_moe: a quantized checkpoint (quantization_config) is not supported")
     layers, topk, groups, chosen = hf["num_hidden_layers"], hf["num_experts_per_tok"], hf.get("n_group", 1), hf.get("topk_group", 1)
     if groups > 1 and topk != 2 * chosen:
-        raise ModelError(f"glm4_moe: num_experts_per_tok {topk} with topk_group {chosen} is not supported: groups are ranked by their best two "
-                         f"experts, by Megatron-core by the best num_experts_per_tok / topk_group")
+        raise ModelError(f"glm4_moe: num_experts_per_tok {topk} with topk_group {chosen} is not supported: groups are ranked by their best "
+                         f"two experts, by Megatron-core by the best num_experts_per_tok / topk_group")
     return Arch(
         family="glm4_moe", layers=layers, hidden=hf["hidden_size"], heads=hf["num_attention_heads"], kv_heads=hf["num_key_value_heads"],
         head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"], vocab=hf["vocab_size"], norm_eps=hf["rms_norm_eps"],

@@ -29,10 +29,11 @@ def arch(hf: dict) -> Arch:
     extra = hf.get("num_mtp_modules", 0) * hf.get("mtp_transformer_layers", 1) if hf.get("use_mtp") else 0
     return Arch(
         family="minimax_m2", layers=layers, hidden=hf["hidden_size"], heads=hf["num_attention_heads"], kv_heads=hf["num_key_value_heads"],
-        head_dim=head_dim, vocab=hf["vocab_size"], norm_eps=hf["rms_norm_eps"], rope_theta=rope.get("rope_theta", hf.get("rope_theta", 5e6)),
-        rotary_percent=rope.get("partial_rotary_factor", rotary), tied_embeddings=hf.get("tie_word_embeddings", False), wide_qk_norm=True,
-        experts=hf.get("num_local_experts") or hf["num_experts"], topk=hf["num_experts_per_tok"], expert_ffn=hf["intermediate_size"],
-        expert_bias=True, not_built=tuple(f"model.layers.{layers + i}." for i in range(extra)),
+        head_dim=head_dim, vocab=hf["vocab_size"], norm_eps=hf["rms_norm_eps"],
+        rope_theta=rope.get("rope_theta", hf.get("rope_theta", 5e6)), rotary_percent=rope.get("partial_rotary_factor", rotary),
+        tied_embeddings=hf.get("tie_word_embeddings", False), wide_qk_norm=True, experts=hf.get("num_local_experts") or hf["num_experts"],
+        topk=hf["num_experts_per_tok"], expert_ffn=hf["intermediate_size"], expert_bias=True,
+        not_built=tuple(f"model.layers.{layers + i}." for i in range(extra)),
     )
 
 
