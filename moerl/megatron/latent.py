@@ -1,4 +1,4 @@
-"""Multi-head latent attention: Megatron-core's, with the down projections whole on every rank and the norms' epsilon as in the checkpoints."""
+"""Multi-head latent attention: Megatron-core's, with whole down projections on every rank and the norms' epsilon of the checkpoints."""
 
 from __future__ import annotations
 
