@@ -16,6 +16,7 @@ from moerl.models import FAMILIES, carried_of, params_of, read_arch
 from moerl.models.arch import ModelError
 from moerl.models.checkpoint import HFReader, write_hf
 from moerl.models.tensormap import Assembler, Copy, Piece, hf_shapes
+from moerl.reshard.receiver import checkpoint_header
 from tests import train_jobs as jobs
 from tests.models import write_deepseek
 from tests.test_parity import LAYOUTS, export_job, logits_job
@@ -136,6 +137,18 @@ def test_mtp_tensors_are_all_there_or_none(tiny, tmp_path):
     assert HFReader(path).carried(names, "float32") == {}
 
 
+def test_stored_rotary_frequencies_are_kept_and_not_synced(tiny, tmp_path):
+    """Moonlight's and Kimi-K2's checkpoints have them, of a length that fits no head; nobody reads them."""
+    path = shutil.copytree(tiny("moonlight"), tmp_path / "with")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({name: torch.randn(7)}, path / "frequencies.safetensors")
+    arch = read_arch(path)
+    HFReader(path).check(hf_shapes(params_of(arch).values()), carried_of(arch))
+    carried = HFReader(path).carried(carried_of(arch), "bfloat16")
+    assert set(carried) == {name} and torch.equal(carried[name], tensors_of(path)[name])
+    assert name not in checkpoint_header(str(path)) and "lm_head.weight" in checkpoint_header(str(path))
+
+
 # ---- float8 checkpoints
 
 
@@ -232,7 +245,8 @@ SMALL = dict(hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, num
              moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, n_group=1, topk_group=1,
              first_k_dense_replace=1)
 MOONLIGHT = {k: v for k, v in V3.items() if k not in ("rope_scaling", "quantization_config")} | SMALL | dict(
-    intermediate_size=11264, vocab_size=163840, rope_theta=50000.0, num_nextn_predict_layers=0, routed_scaling_factor=2.446, rms_norm_eps=1e-5,
+    intermediate_size=11264, vocab_size=163840, rope_theta=50000.0, num_nextn_predict_layers=0, routed_scaling_factor=2.446,
+    rms_norm_eps=1e-5,
 )
 V2 = {k: v for k, v in V3.items() if k not in ("num_nextn_predict_layers", "quantization_config")} | dict(
     model_type="deepseek_v2", hidden_size=5120, num_hidden_layers=60, intermediate_size=12288, moe_intermediate_size=1536,
@@ -266,7 +280,7 @@ def elements_of_transformers(config: dict) -> int:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_full_size_is_the_published_one(name):
-    """Every Hugging Face tensor in one place of the map, places without holes, and their sum the count that transformers and papers give."""
+    """Every Hugging Face tensor in one place of the map, no place without one, and the count that transformers and papers give."""
     config, main, with_mtp = PUBLISHED[name]
     arch = FAMILIES[config["model_type"]].arch(config)
     params = params_of(arch)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: Megatron-core's, with the down projections whole on every rank and the norms' epsilon as in the checkpoints."""
+"""Multi-head latent attention: Megatron-core's, with whole down projections on every rank and the norms' epsilon of the checkpoints."""
 
 from __future__ import annotations
 
@@ -54,3 +54,8 @@ class LatentAttention(MLASelfAttention):
             module = getattr(self, name, None)
             if hasattr(module, "eps"):
                 module.eps = norm_eps
+
+    def _resolve_qk_norm_config(self, submodules) -> dict:
+        """The spec's own modules: left to itself, Megatron-core 0.19 puts a norm before a query projection that has no latent."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}

@@ -1,4 +1,4 @@
-"""Routing that Megatron-core's own function cannot express: group scores of any number of experts, sigmoid scores without renormalisation."""
+"""Routing that Megatron-core's own function cannot express: groups scored by any number of experts, sigmoid scores not renormalised."""
 
 from __future__ import annotations
 

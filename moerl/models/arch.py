@@ -66,7 +66,7 @@ class Arch:
     norm_topk: bool = True
     expert_bias: bool = False
     dense_layers: frozenset[int] = frozenset()
-    # Routing limited to `group_topk` of `expert_groups` groups, scored by the sum of their `group_best` best experts (0: topk // group_topk).
+    # Experts are chosen from `group_topk` of `expert_groups` groups, each scored by its `group_best` best experts (0: topk // group_topk).
     expert_groups: int = 0
     group_topk: int = 0
     group_best: int = 0

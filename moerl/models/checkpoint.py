@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from moerl.models.tensormap import Copy
 
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"
+FREQUENCIES = ".rotary_emb.inv_freq"  # in some checkpoints (Moonlight, Kimi-K2); computed anew by everyone who reads them
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
               "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")
 
@@ -88,7 +90,7 @@ class HFReader:
         stored = self._stored(name)
         if not stored.get_dtype().startswith("F8"):
             return stored
-        shape, scale_name, block = stored.get_shape(), name + SCALE, self._block()
+        shape, scale_name, block = stored.get_shape(), name + SCALE, self._block
         if scale_name not in self.files:
             raise ModelError(f"{self.path}: tensor {name} is {stored.get_dtype()} without scales ({scale_name} is missing)")
         scale = self._stored(scale_name)[:]
@@ -97,6 +99,7 @@ class HFReader:
             raise ModelError(f"{self.path}: tensor {scale_name} has shape {tuple(scale.shape)}, blocks of {block} of {shape} need {grid}")
         return BlockScaled(stored, scale.float(), block)
 
+    @cached_property
     def _block(self) -> tuple[int, int]:
         """Rows and columns that share a scale."""
         config = json.loads((self.path / "config.json").read_text())
@@ -110,7 +113,7 @@ class HFReader:
         missing = sorted(set(shapes) - found_names)
         scales = {n + SCALE for n in set(shapes) & set(self.files) if self._stored(n).get_dtype().startswith("F8")}
         scales |= {n + part for n in packed for part in (BLOCKS, SCALES)}
-        extra = sorted(set(self.files) - set(shapes) - scales)
+        extra = sorted(name for name in set(self.files) - set(shapes) - scales if not name.endswith(FREQUENCIES))
         lines = [f"missing tensor {n} {shapes[n]}" for n in missing] + [f"unexpected tensor {n} in {self.files[n]}" for n in extra]
         for name in sorted(set(shapes) & found_names):
             found = tuple(self._slice(name).get_shape())
@@ -124,8 +127,8 @@ class HFReader:
         return carried if any(name in self.files for name in carried) else {}
 
     def carried(self, names: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, torch.Tensor]:
-        """Those of the tensors `names` that the checkpoint has, whole and as they are; scaled float8 ones as `dtype`."""
-        found = {name: self._slice(name) for name in self._present(names)}
+        """Rotary frequencies and those of the tensors `names` that the checkpoint has, as they are; scaled float8 ones as `dtype`."""
+        found = {name: self._slice(name) for name in [*self._present(names), *(n for n in self.files if n.endswith(FREQUENCIES))]}
         return {name: box[:].to(getattr(torch, dtype)) if isinstance(box, BlockScaled) else box[:] for name, box in found.items()}
 
     def read(self, copy: Copy) -> torch.Tensor:

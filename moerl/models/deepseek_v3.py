@@ -3,10 +3,10 @@
 An expert is chosen by score plus bias among the groups with the best two experts (`noaux_tc`) and weighted by its score alone. The bias is
 loaded, exported and synced; its update rule belongs to pre-training and stays off.
 
-Multi-token prediction (`num_nextn_predict_layers`): the extra layers are neither built nor trained. A checkpoint may have their tensors, all
-or none. Where it has them, an exported checkpoint has them too, as they were: its copies of embedding and head in these layers are then
-older than the trained ones, which a speculative decoder answers with fewer accepted tokens, not with other output. A running engine is
-never sent them.
+Multi-token prediction (`num_nextn_predict_layers`): the extra layers are neither built nor trained. A checkpoint may have all of their
+tensors or none. Where it has them, an exported checkpoint has them too, as they were: the copies of embedding and head in them are then
+older than the trained ones, which costs a speculative decoder accepted tokens and does not change its output. A running engine is never
+sent them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def arch(hf: dict) -> Arch:
         family=NAME, layers=hf["num_hidden_layers"], hidden=hf["hidden_size"], heads=heads, kv_heads=heads,
         head_dim=latent.nope + latent.rope, vocab=hf["vocab_size"], norm_eps=hf["rms_norm_eps"], rope_theta=theta, yarn=yarn, latent=latent,
         tied_embeddings=hf.get("tie_word_embeddings", False), ffn=hf["intermediate_size"],
-        experts=hf.get("n_routed_experts") or hf["num_local_experts"], topk=hf["num_experts_per_tok"], expert_ffn=hf["moe_intermediate_size"],
+        experts=hf.get("n_routed_experts") or hf["num_local_experts"], topk=hf["num_experts_per_tok"],
+        expert_ffn=hf["moe_intermediate_size"],
         shared_ffn=hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0), norm_topk=hf.get("norm_topk_prob", True),
         routed_scale=hf.get("routed_scaling_factor", 1.0), expert_bias=True, expert_groups=groups if groups > 1 else 0,
         group_topk=hf["topk_group"] if groups > 1 else 0, group_best=2 if groups > 1 else 0,

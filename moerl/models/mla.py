@@ -50,4 +50,4 @@ def refuse(hf: dict, family: str, allowed: dict[str, set]) -> None:
     if quantization := hf.get("quantization_config"):
         method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
         if method != "fp8" or not block:
-            raise ModelError(f"{family}: quantization_config {method!r} with weight_block_size {block} is not supported (supported: fp8 blocks)")
+            raise ModelError(f"{family}: quantization_config {method!r} with weight_block_size {block} is not supported (only fp8 blocks)")
