@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.layout import ParallelLayout
 from moerl.megatron.attention import PackedAttention, RMSNorm
+from moerl.megatron.rope import llama3_frequencies
 from moerl.megatron.value import ValueHead
 from moerl.models.arch import Arch, ModelError
 
@@ -53,6 +54,8 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
             moe_router_bias_update_rate=0.0,
             moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=engine,
+            moe_shared_expert_intermediate_size=arch.shared_expert_ffn or None,
+            moe_shared_expert_gate=arch.shared_expert_gate,
             moe_layer_freq=[int(arch.is_moe(i)) for i in range(arch.layers)],
         )
     return TransformerConfig(
@@ -129,8 +132,6 @@ def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, 
 
     With `value_head` the last stage ends in one scalar a token instead of logits (the critic).
     """
-    if arch.tied_embeddings and value_head:
-        raise ModelError("a critic cannot share its embedding with a value head; tied embeddings are not supported for it")
     config = transformer_config(arch, layout, dtype)
     stage = layout.coords(rank).pp
     chunks = []
@@ -145,11 +146,14 @@ def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, 
             pre_process=first,
             post_process=last,
             parallel_output=True,
-            share_embeddings_and_output_weights=arch.tied_embeddings,
+            # A value head has no use for the table: the critic's embedding is an ordinary first-stage parameter.
+            share_embeddings_and_output_weights=arch.tied_embeddings and not value_head,
             position_embedding_type="rope",
             rotary_base=arch.rope_theta,
             vp_stage=vp_stage,
         )
+        if arch.llama3_rope:
+            chunk.rotary_pos_emb.inv_freq = llama3_frequencies(arch)
         if value_head and last:
             chunk.output_layer = ValueHead(config)
         chunks.append(chunk.cuda())

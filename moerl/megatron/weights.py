@@ -13,7 +13,7 @@ from torch import Tensor
 from moerl.layout import ParallelLayout
 from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader
-from moerl.models.tensormap import Param, copies, hf_shapes
+from moerl.models.tensormap import Param, copies
 
 # Transformer Engine fuses these norms into the projection that follows them.
 FUSED_NORMS = {
@@ -108,7 +108,7 @@ def load_hf(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: in
             value_head: bool = False) -> None:
     """Fill this rank's shards from the checkpoint at `path`, reading only the boxes it owns; the value head is left as it is."""
     reader = HFReader(path)
-    reader.check(hf_shapes(params.values()))
+    params = reader.fit(params)
     for shard in shards(chunks, arch, layout, rank, params, value_head=value_head):
         param = params[shard.name]
         if tuple(shard.tensor.shape) != param.local_shape(shard.parts):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moerl.models import qwen3_moe
+from moerl.models import llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from moerl.models.arch import Arch, ModelError
 from moerl.models.tensormap import Param
 
-FAMILIES = {"qwen3_moe": qwen3_moe}
+FAMILIES = {
+    "qwen3_moe": qwen3_moe, "qwen2_moe": qwen2_moe, "mixtral": mixtral, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
+}
 
 
 def read_arch(path: str | Path) -> Arch:
-    """The architecture of the Hugging Face checkpoint in directory `path`."""
-    file = Path(path) / "config.json"
+    """The architecture of the Hugging Face checkpoint in directory `path`, or of a configuration file."""
+    file = Path(path) if Path(path).is_file() else Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(f"{path}: no Hugging Face checkpoint there (config.json is missing)")
     config = json.loads(file.read_text())

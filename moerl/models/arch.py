@@ -12,6 +12,16 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True)
+class Llama3Rope:
+    """Frequencies of Llama 3.1: wavelengths above `original / low` tokens are stretched by `factor`, those below `original / high` are kept."""
+
+    factor: float
+    low: float
+    high: float
+    original: int
+
+
+@dataclass(frozen=True)
 class Arch:
     """Dimensions and switches of a decoder-only transformer. Widths are in elements of one token."""
 
@@ -34,6 +44,9 @@ class Arch:
     norm_topk: bool = True
     expert_bias: bool = False
     dense_layers: frozenset[int] = frozenset()
+    shared_expert_ffn: int = 0
+    shared_expert_gate: bool = False
+    llama3_rope: Llama3Rope | None = None
 
     def is_moe(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense_layers
@@ -41,5 +54,5 @@ class Arch:
     def dims(self) -> ModelDims:
         return ModelDims(
             layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, vocab=self.vocab,
-            ffn=self.ffn, experts=self.experts, expert_ffn=self.expert_ffn,
+            ffn=self.ffn, experts=self.experts, expert_ffn=self.expert_ffn, shared_expert_ffn=self.shared_expert_ffn,
         )

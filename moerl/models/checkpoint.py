@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from moerl.models.arch import ModelError
-from moerl.models.tensormap import Copy
+from moerl.models.tensormap import Copy, Param, hf_shapes, partly_used, spelled
 
 INDEX = "model.safetensors.index.json"
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -59,36 +59,43 @@ class HFReader:
     def _slice(self, name: str):
         return self._handle(self.files[name], self._open).get_slice(name)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise `ModelError`, one line a tensor, unless the checkpoint holds exactly these tensors."""
+    def fit(self, params: Mapping[str, Param]) -> dict[str, Param]:
+        """The map in this checkpoint's spelling. Raises `ModelError`, one line a tensor, unless the checkpoint holds exactly its tensors."""
+        params = spelled(params, self.files)
+        shapes = hf_shapes(params.values())
         missing = sorted(set(shapes) - set(self.files))
-        extra = sorted(set(self.files) - set(shapes))
+        extra = sorted(set(self.files) - set(shapes) - {p.copied_as for p in params.values()})
         lines = [f"missing tensor {n} {shapes[n]}" for n in missing] + [f"unexpected tensor {n} in {self.files[n]}" for n in extra]
         for name in sorted(set(shapes) & set(self.files)):
             found = tuple(self._slice(name).get_shape())
             if found != tuple(shapes[name]):
                 lines.append(f"tensor {name} has shape {found}, expected {tuple(shapes[name])}")
+        used = partly_used(params.values())
+        lines += [f"tensor {n} {shapes[n]} is there, and {prod(shapes[n]) - used[n]} of its elements under other names" for n in sorted(used)]
         if lines:
             more = f"\n... and {len(lines) - 10} more" if len(lines) > 10 else ""
             raise ModelError(f"{self.path}: the checkpoint does not fit its config.json\n" + "\n".join(lines[:10]) + more)
 
     def read(self, copy: Copy) -> torch.Tensor:
-        """The elements `copy.source` of a tensor, at the rank of its view."""
+        """The elements `copy.source` of a piece, at the rank of its view."""
         piece = copy.piece
         stored = self._slice(piece.name)
-        view, source = piece.view, copy.source
-        added = 0
-        while len(view) > len(piece.shape) and view[0] == 1:
-            view, source, added = view[1:], source[1:], added + 1
-        if view == piece.shape:
-            box = stored[source]
+        view, source, box = piece.view, copy.source, piece.box()
+        # Leading dimensions of one element may stand in the view or in the tensor alone.
+        while len(view) > len(box) and view[0] == 1:
+            view, source = view[1:], source[1:]
+        before = ()
+        while len(box) > len(view) and box[0].stop - box[0].start == 1:
+            before, box = (*before, box[0]), box[1:]
+        if view == tuple(b.stop - b.start for b in box):
+            found = stored[(*before, *(slice(b.start + s.start, b.start + s.stop) for b, s in zip(box, source)))]
         else:
-            # The view splits the first dimension: read the rows that hold the box, then cut the box out of them.
-            step = prod(view[1 : len(view) - len(piece.shape) + 1])
+            # The view splits the box's first dimension: read the rows that hold the source, then cut it out of them.
+            step = prod(view[1 : len(view) - len(box) + 1])
             first, last = source[0].start, source[0].stop
-            rows = stored[first * step : last * step]
-            box = rows.reshape(last - first, *view[1:])[(slice(None), *source[1:])]
-        return box.reshape((1,) * added + tuple(box.shape))
+            rows = stored[(*before, slice(box[0].start + first * step, box[0].start + last * step), *box[1:])]
+            found = rows.reshape(last - first, *view[1:])[(slice(None), *source[1:])]
+        return found.reshape(tuple(s.stop - s.start for s in copy.source))
 
 
 def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], side_files: str | Path | Iterable[Path], *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from moerl.models.arch import Arch
 from moerl.models.tensormap import Param, Piece
@@ -37,6 +38,22 @@ def gated_mlp(name: str, hf: str, hidden: int, ffn: int, layer: int, expert: int
     yield whole(f"{name}.linear_fc2.weight", f"{hf}.down_proj.weight", (hidden, ffn), layer, split=1, expert=expert)
 
 
+def fused_experts(param: Param, hf: str, arch: Arch) -> Param:
+    """Let a parameter of one expert be read as well from tensors of all experts, as transformers keeps them in memory.
+
+    Those are gate_up_proj [experts, 2 * ffn, hidden] with gate above up, and down_proj [experts, hidden, ffn].
+    """
+    e, ffn, hidden = param.expert, arch.expert_ffn, arch.hidden
+    pieces = []
+    for i, piece in enumerate(param.pieces):
+        if len(param.pieces) == 2:
+            name, shape, corner, extent = "gate_up_proj", (arch.experts, 2 * ffn, hidden), (e, i * ffn, 0), (1, ffn, hidden)
+        else:
+            name, shape, corner, extent = "down_proj", (arch.experts, hidden, ffn), (e, 0, 0), (1, hidden, ffn)
+        pieces.append(replace(piece, others=(Piece(f"{hf}.{name}", shape, piece.view, piece.start, corner, extent),)))
+    return replace(param, pieces=tuple(pieces))
+
+
 def attention(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
     yield fused_qkv(f"{name}.linear_qkv", hf, arch, layer, (arch.hidden,))
     if arch.qkv_bias:
@@ -53,7 +70,12 @@ def moe(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
         # A buffer in Megatron-core, not a parameter: it still is part of the model.
         yield whole(f"{name}.router.expert_bias", f"{hf}.gate.e_score_correction_bias", (arch.experts,), layer)
     for e in range(arch.experts):
-        yield from gated_mlp(f"{name}.experts.{e}", f"{hf}.experts.{e}", arch.hidden, arch.expert_ffn, layer, expert=e)
+        for param in gated_mlp(f"{name}.experts.{e}", f"{hf}.experts.{e}", arch.hidden, arch.expert_ffn, layer, expert=e):
+            yield fused_experts(param, f"{hf}.experts", arch)
+    if arch.shared_expert_ffn:
+        yield from gated_mlp(f"{name}.shared_experts", f"{hf}.shared_expert", arch.hidden, arch.shared_expert_ffn, layer)
+    if arch.shared_expert_gate:
+        yield whole(f"{name}.shared_experts.gate_weight", f"{hf}.shared_expert_gate.weight", (1, arch.hidden), layer)
 
 
 def decoder(arch: Arch) -> Iterator[Param]:
@@ -71,4 +93,5 @@ def decoder(arch: Arch) -> Iterator[Param]:
             yield from gated_mlp(f"{name}.mlp", f"{hf}.mlp", arch.hidden, arch.ffn, i)
     yield whole("decoder.final_layernorm.weight", "model.norm.weight", (arch.hidden,), "last")
     head = "model.embed_tokens.weight" if arch.tied_embeddings else "lm_head.weight"
-    yield whole("output_layer.weight", head, table, "last", split=0, padded=True, tied=arch.tied_embeddings)
+    yield whole("output_layer.weight", head, table, "last", split=0, padded=True, tied=arch.tied_embeddings,
+                copied_as="lm_head.weight" if arch.tied_embeddings else None)
