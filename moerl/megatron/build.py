@@ -52,7 +52,6 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
             moe_router_enable_expert_bias=arch.expert_bias,
             moe_router_score_function="sigmoid" if arch.expert_bias else "softmax",
             moe_router_bias_update_rate=0.0,
-            moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=engine,
             moe_shared_expert_intermediate_size=arch.shared_expert_ffn or None,
             moe_shared_expert_gate=arch.shared_expert_gate,
@@ -83,6 +82,8 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        # Named for dense models too: the default refuses rows of different lengths, experts or not.
+        moe_token_dispatcher_type="alltoall",
         variable_seq_lengths=layout.pp > 1 and layout.vpp == 1,
         pipeline_dtype=dtype,
         params_dtype=dtype,

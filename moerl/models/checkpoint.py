@@ -75,6 +75,7 @@ class HFReader:
         if lines:
             more = f"\n... and {len(lines) - 10} more" if len(lines) > 10 else ""
             raise ModelError(f"{self.path}: the checkpoint does not fit its config.json\n" + "\n".join(lines[:10]) + more)
+        return params
 
     def read(self, copy: Copy) -> torch.Tensor:
         """The elements `copy.source` of a piece, at the rank of its view."""
