@@ -205,6 +205,27 @@ def test_written_out_tied_head_is_left_aside(checkpoints, tmp_path):
         HFReader(tmp_path / "n").fit(params_of(read_arch(tmp_path / "n")))
 
 
+def test_a_sync_is_checked_against_the_map(checkpoints, tmp_path):
+    """What an engine asks of a sync is what is exported, not how the start checkpoint happened to be written."""
+    from moerl.rollout.engine import needed_header
+
+    assert needed_header(checkpoints("mixtral", fused=True)[0]).keys() == needed_header(checkpoints("mixtral")[0]).keys()
+    path, _ = checkpoints("qwen3")
+    respell(path, tmp_path / "m", lambda n: n)
+    save_file({"lm_head.weight": torch.zeros(131, 48)}, tmp_path / "m" / "more.safetensors")
+    assert needed_header(tmp_path / "m") == needed_header(path) and "lm_head.weight" not in needed_header(path)
+
+
+@pytest.mark.parametrize("critic", [False, True], ids=["actor", "critic"])
+def test_resume_with_tied_embeddings(ranks, checkpoints, tmp_path, critic):
+    """Both ends of a pipeline hold the table; saved there after a step and resumed without a pipeline, the next step is the same."""
+    path, _ = checkpoints("llama")
+    want = curve(ranks.run(ALL["1"], jobs.train_job, str(path), 2, critic))[1:]
+    ranks.run(ALL["pp2"], jobs.save_job, str(path), 1, str(tmp_path), critic)
+    got = curve(ranks.run(ALL["tp2"], jobs.resume_job, str(path), 1, 1, str(tmp_path), critic))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
 def test_a_shard_that_comes_twice_is_an_error(checkpoints):
     """Counting elements alone would take the first half twice for the whole."""
     path, _ = checkpoints("qwen2")
