@@ -16,7 +16,7 @@ from moerl.controller.worker import ModelSpec
 from moerl.models import carried_of, params_of, read_arch
 from moerl.models.arch import Arch
 from moerl.models.checkpoint import HFReader, write_hf
-from moerl.models.tensormap import Assembler, hf_shapes
+from moerl.models.tensormap import Assembler
 from moerl.rollout.group import Rollout
 from moerl.track.record import finish_run, write_run
 
@@ -41,7 +41,7 @@ def plan(config: RunConfig) -> Plan:
 
     arch = read_arch(config.model.path)
     placement = place(config, arch)
-    HFReader(config.model.path).check(hf_shapes(params_of(arch).values()), carried_of(arch))
+    HFReader(config.model.path).fit(params_of(arch), carried_of(arch))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     check_tokenizer(tokenizer, arch, config.model.path)
     return Plan(config, arch, placement, tokenizer)

@@ -21,6 +21,7 @@ from moerl.layout import ParallelLayout
 from moerl.megatron.attention import PackedAttention, RMSNorm
 from moerl.megatron.latent import LatentAttention, latent_options
 from moerl.megatron.qk_norm import widen_qk_norms
+from moerl.megatron.rope import llama3_frequencies
 from moerl.megatron.router import router_for
 from moerl.megatron.value import ValueHead
 from moerl.models.arch import Arch, ModelError
@@ -58,8 +59,8 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
             moe_router_enable_expert_bias=arch.expert_bias,
             moe_router_score_function="sigmoid" if arch.expert_bias else "softmax",
             moe_router_bias_update_rate=0.0,
-            moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=engine,
+            moe_shared_expert_gate=arch.shared_expert_gate,
             moe_layer_freq=[int(arch.is_moe(i)) for i in range(arch.layers)],
             moe_router_num_groups=arch.expert_groups or None,
             moe_router_group_topk=arch.group_topk or None,
@@ -97,6 +98,8 @@ def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        # Named for dense models too: the default refuses rows of different lengths, experts or not.
+        moe_token_dispatcher_type="alltoall",
         variable_seq_lengths=layout.pp > 1 and layout.vpp == 1,
         pipeline_dtype=dtype,
         params_dtype=dtype,
@@ -169,8 +172,6 @@ def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, 
 
     With `value_head` the last stage ends in one scalar a token instead of logits (the critic).
     """
-    if arch.tied_embeddings and value_head:
-        raise ModelError("a critic cannot share its embedding with a value head; tied embeddings are not supported for it")
     config = transformer_config(arch, layout, dtype)
     stage = layout.coords(rank).pp
     chunks = []
@@ -185,12 +186,15 @@ def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, 
             pre_process=first,
             post_process=last,
             parallel_output=True,
-            share_embeddings_and_output_weights=arch.tied_embeddings,
+            # A value head has no use for the table: the critic's embedding is an ordinary first-stage parameter.
+            share_embeddings_and_output_weights=arch.tied_embeddings and not value_head,
             position_embedding_type="yarn" if arch.yarn and not arch.latent else "rope",
             rotary_base=arch.rope_theta,
             rotary_percent=arch.rotary_percent,
             vp_stage=vp_stage,
         )
+        if arch.llama3_rope:
+            chunk.rotary_pos_emb.inv_freq = llama3_frequencies(arch)
         if arch.linear_bias:
             _copy_expert_outputs(chunk)
         if arch.wide_qk_norm:

@@ -14,7 +14,7 @@ from moerl.layout import ParallelLayout
 from moerl.models import carried_of
 from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader
-from moerl.models.tensormap import Param, copies, hf_shapes
+from moerl.models.tensormap import Param, copies
 
 # Transformer Engine fuses these norms into the projection that follows them.
 FUSED_NORMS = {
@@ -113,7 +113,7 @@ def load_hf(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: in
             value_head: bool = False) -> None:
     """Fill this rank's shards from the checkpoint at `path`, reading only the boxes it owns; the value head is left as it is."""
     reader = HFReader(path)
-    reader.check(hf_shapes(params.values()), carried_of(arch))
+    params = reader.fit(params, carried_of(arch))
     for shard in shards(chunks, arch, layout, rank, params, value_head=value_head):
         param = params[shard.name]
         if tuple(shard.tensor.shape) != param.local_shape(shard.parts):

@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moerl.models import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, minimax_m2, qwen3_moe
+from moerl.models import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, llama, minimax_m2, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from moerl.models.arch import Arch, ModelError
 from moerl.models.tensormap import Param
 
 FAMILIES = {
-    "qwen3_moe": qwen3_moe,
+    "qwen3_moe": qwen3_moe, "qwen2_moe": qwen2_moe, "mixtral": mixtral, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "kimi_k2": deepseek_v3,
@@ -22,8 +22,8 @@ FAMILIES = {
 
 
 def read_arch(path: str | Path) -> Arch:
-    """The architecture of the Hugging Face checkpoint in directory `path`."""
-    file = Path(path) / "config.json"
+    """The architecture of the Hugging Face checkpoint in directory `path`, or of a configuration file."""
+    file = Path(path) if Path(path).is_file() else Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(f"{path}: no Hugging Face checkpoint there (config.json is missing)")
     config = json.loads(file.read_text())

@@ -44,6 +44,16 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Llama3Rope:
+    """Frequencies of Llama 3.1: wavelengths above `original / low` tokens are stretched by `factor`, those below `original / high` are kept."""
+
+    factor: float
+    low: float
+    high: float
+    original: int
+
+
+@dataclass(frozen=True)
 class Arch:
     """Dimensions and switches of a decoder-only transformer. Widths are in elements of one token."""
 
@@ -82,6 +92,8 @@ class Arch:
     window: int = 0  # `window_layers` look back at so many tokens, their own counted
     window_layers: frozenset[int] = frozenset()
     sinks: bool = False  # one learned logit a head that takes part in the softmax and has no value
+    shared_expert_gate: bool = False
+    llama3_rope: Llama3Rope | None = None
 
     def is_moe(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense_layers

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from moerl.models.arch import ModelError
 from moerl.models.mxfp4 import BLOCKS, SCALES, Mxfp4
-from moerl.models.tensormap import Copy
+from moerl.models.tensormap import Copy, Param, hf_shapes, partly_used, spelled
 
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"
@@ -105,20 +105,38 @@ class HFReader:
         config = json.loads((self.path / "config.json").read_text())
         return tuple((config.get("quantization_config") or {}).get("weight_block_size") or (128, 128))
 
+    def fit(self, params: Mapping[str, Param], carried: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, Param]:
+        """The map in this checkpoint's spelling. Raises `ModelError` unless the checkpoint holds exactly its tensors (`check`)."""
+        params = spelled(params, {*self.files, *self._packed()})
+        shapes, used = hf_shapes(params.values()), partly_used(params.values())
+        lines = self._misfits(shapes, carried or {}, {p.copied_as for p in params.values()})
+        lines += [f"tensor {n} {shapes[n]} is there, and {prod(shapes[n]) - used[n]} of its elements under other names" for n in sorted(used)]
+        self._refuse(lines)
+        return params
+
     def check(self, shapes: Mapping[str, tuple[int, ...]], carried: Mapping[str, tuple[int, ...]] | None = None) -> None:
         """Raise `ModelError`, one line a tensor, unless the checkpoint holds exactly these tensors, and all or none of `carried`."""
-        shapes = {**shapes, **self._present(carried or {})}
-        packed = {n for n in set(shapes) - set(self.files) if {n + BLOCKS, n + SCALES} <= set(self.files)}
-        found_names = set(self.files) | packed
-        missing = sorted(set(shapes) - found_names)
-        scales = {n + SCALE for n in set(shapes) & set(self.files) if self._stored(n).get_dtype().startswith("F8")}
-        scales |= {n + part for n in packed for part in (BLOCKS, SCALES)}
-        extra = sorted(name for name in set(self.files) - set(shapes) - scales if not name.endswith(FREQUENCIES))
+        self._refuse(self._misfits(shapes, carried or {}, set()))
+
+    def _packed(self) -> set[str]:
+        """Names of the tensors stored as MXFP4."""
+        return {n.removesuffix(BLOCKS) for n in self.files if n.endswith(BLOCKS) and n.removesuffix(BLOCKS) + SCALES in self.files}
+
+    def _misfits(self, shapes: Mapping[str, tuple[int, ...]], carried: Mapping[str, tuple[int, ...]], aside: set[str | None]) -> list[str]:
+        shapes, packed = {**shapes, **self._present(carried)}, self._packed()
+        names = set(self.files) | packed
+        missing = sorted(set(shapes) - names)
+        known = set(shapes) | aside | {n + part for n in packed & set(shapes) for part in (BLOCKS, SCALES)}
+        known |= {n + SCALE for n in set(shapes) & set(self.files) if self._stored(n).get_dtype().startswith("F8")}
+        extra = sorted(name for name in set(self.files) - known if not name.endswith(FREQUENCIES))
         lines = [f"missing tensor {n} {shapes[n]}" for n in missing] + [f"unexpected tensor {n} in {self.files[n]}" for n in extra]
-        for name in sorted(set(shapes) & found_names):
+        for name in sorted(set(shapes) & names):
             found = tuple(self._slice(name).get_shape())
             if found != tuple(shapes[name]):
                 lines.append(f"tensor {name} has shape {found}, expected {tuple(shapes[name])}")
+        return lines
+
+    def _refuse(self, lines: list[str]) -> None:
         if lines:
             more = f"\n... and {len(lines) - 10} more" if len(lines) > 10 else ""
             raise ModelError(f"{self.path}: the checkpoint does not fit its config.json\n" + "\n".join(lines[:10]) + more)
@@ -132,26 +150,27 @@ class HFReader:
         return {name: box[:].to(getattr(torch, dtype)) if isinstance(box, BlockScaled) else box[:] for name, box in found.items()}
 
     def read(self, copy: Copy) -> torch.Tensor:
-        """The elements `copy.source` of a tensor, at the rank of its view."""
+        """The elements `copy.source` of a piece, at the rank of its view."""
         piece = copy.piece
         stored = self._slice(piece.name)
-        if piece.row is not None:
-            return piece.arrange(stored[piece.row : piece.row + 1][0].contiguous())[copy.source]
         if piece.order is not None:
-            return piece.arrange(stored[:])[copy.source]
-        view, source = piece.view, copy.source
-        added = 0
-        while len(view) > len(piece.shape) and view[0] == 1:
-            view, source, added = view[1:], source[1:], added + 1
-        if view == piece.shape:
-            box = stored[source]
+            return piece.arrange(stored[piece.box()].contiguous())[copy.source]
+        view, source, box = piece.view, copy.source, piece.box()
+        # Leading dimensions of one element may stand in the view or in the tensor alone.
+        while len(view) > len(box) and view[0] == 1:
+            view, source = view[1:], source[1:]
+        before = ()
+        while len(box) > len(view) and box[0].stop - box[0].start == 1:
+            before, box = (*before, box[0]), box[1:]
+        if view == tuple(b.stop - b.start for b in box):
+            found = stored[(*before, *(slice(b.start + s.start, b.start + s.stop) for b, s in zip(box, source)))]
         else:
-            # The view splits the first dimension: read the rows that hold the box, then cut the box out of them.
-            step = prod(view[1 : len(view) - len(piece.shape) + 1])
+            # The view splits the box's first dimension: read the rows that hold the source, then cut it out of them.
+            step = prod(view[1 : len(view) - len(box) + 1])
             first, last = source[0].start, source[0].stop
-            rows = stored[first * step : last * step]
-            box = rows.reshape(last - first, *view[1:])[(slice(None), *source[1:])]
-        return box.reshape((1,) * added + tuple(box.shape))
+            rows = stored[(*before, slice(box[0].start + first * step, box[0].start + last * step), *box[1:])]
+            found = rows.reshape(last - first, *view[1:])[(slice(None), *source[1:])]
+        return found.reshape(tuple(s.stop - s.start for s in copy.source))
 
 
 def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], side_files: str | Path | Iterable[Path], *,

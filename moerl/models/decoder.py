@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from moerl.models.arch import Arch
 from moerl.models.tensormap import Param, Piece
@@ -55,6 +56,22 @@ def latent_attention(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Par
     yield whole(f"{name}.linear_proj.weight", f"{hf}.o_proj.weight", (hidden, heads * a.value), layer, split=1)
 
 
+def fused_experts(param: Param, hf: str, arch: Arch) -> Param:
+    """Let a parameter of one expert be read as well from tensors of all experts, as transformers keeps them in memory.
+
+    Those are gate_up_proj [experts, 2 * ffn, hidden] with gate above up, and down_proj [experts, hidden, ffn].
+    """
+    e, ffn, hidden = param.expert, arch.expert_ffn, arch.hidden
+    pieces = []
+    for i, piece in enumerate(param.pieces):
+        if len(param.pieces) == 2:
+            name, shape, corner, extent = "gate_up_proj", (arch.experts, 2 * ffn, hidden), (e, i * ffn, 0), (1, ffn, hidden)
+        else:
+            name, shape, corner, extent = "down_proj", (arch.experts, hidden, ffn), (e, 0, 0), (1, hidden, ffn)
+        pieces.append(replace(piece, others=(Piece(f"{hf}.{name}", shape, piece.view, piece.start, corner, extent),)))
+    return replace(param, pieces=tuple(pieces))
+
+
 def attention(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
     if arch.latent:
         yield from latent_attention(arch, layer, name, hf)
@@ -83,9 +100,13 @@ def moe(arch: Arch, layer: int, name: str, hf: str, *, bias: str = "gate.e_score
         # A buffer in Megatron-core, not a parameter: it still is part of the model.
         yield whole(f"{name}.router.expert_bias", f"{hf}.{bias}", (arch.experts,), layer)
     for e in range(arch.experts):
-        yield from gated_mlp(f"{name}.experts.{e}", f"{hf}.experts.{e}", arch.hidden, arch.expert_ffn, layer, expert=e, parts=parts)
+        for param in gated_mlp(f"{name}.experts.{e}", f"{hf}.experts.{e}", arch.hidden, arch.expert_ffn, layer, expert=e, parts=parts):
+            yield fused_experts(param, f"{hf}.experts", arch)
     if arch.shared_ffn:
-        yield from gated_mlp(f"{name}.shared_experts", f"{hf}.shared_experts", arch.hidden, arch.shared_ffn, layer)
+        shared = "shared_expert" if arch.shared_expert_gate else "shared_experts"
+        yield from gated_mlp(f"{name}.shared_experts", f"{hf}.{shared}", arch.hidden, arch.shared_ffn, layer)
+    if arch.shared_expert_gate:
+        yield whole(f"{name}.shared_experts.gate_weight", f"{hf}.shared_expert_gate.weight", (1, arch.hidden), layer)
 
 
 MoeMap = Callable[[Arch, int, str, str], Iterator[Param]]
@@ -114,4 +135,5 @@ def decoder(arch: Arch, *, moe: MoeMap = moe, moe_at: str = "mlp") -> Iterator[P
         yield from layer(arch, i, moe=moe, moe_at=moe_at)
     yield whole("decoder.final_layernorm.weight", "model.norm.weight", (arch.hidden,), "last")
     head = "model.embed_tokens.weight" if arch.tied_embeddings else "lm_head.weight"
-    yield whole("output_layer.weight", head, table, "last", split=0, padded=True, tied=arch.tied_embeddings)
+    yield whole("output_layer.weight", head, table, "last", split=0, padded=True, tied=arch.tied_embeddings,
+                copied_as="lm_head.weight" if arch.tied_embeddings else None)

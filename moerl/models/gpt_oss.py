@@ -63,13 +63,15 @@ def _moe(arch: Arch, layer: int, name: str, hf: str) -> Iterator[Param]:
     yield whole(f"{name}.router.bias", f"{hf}.router.bias", (count,), layer)
     gate_up, down = f"{hf}.experts.gate_up_proj", f"{hf}.experts.down_proj"
     for e in range(count):
-        param, at = partial(Param, stage=layer, expert=e), partial(Piece, row=e)
+        param = partial(Param, stage=layer, expert=e)
         fc1, fc2 = f"{name}.experts.{e}.linear_fc1", f"{name}.experts.{e}.linear_fc2"
-        first = at(gate_up, (count, hidden, 2 * ffn), (2, ffn, hidden), (0, 0, 0), order=(2, 1, 0))
+        first = Piece(gate_up, (count, hidden, 2 * ffn), (2, ffn, hidden), (0, 0, 0), (e, 0, 0), (1, hidden, 2 * ffn), order=(2, 1, 0))
+        bias = Piece(f"{gate_up}_bias", (count, 2 * ffn), (2, ffn), (0, 0), (e, 0), (1, 2 * ffn), order=(1, 0))
+        second = Piece(down, (count, ffn, hidden), (hidden, ffn), (0, 0), (e, 0, 0), (1, ffn, hidden), order=(1, 0))
         yield param(f"{fc1}.weight", (2, ffn, hidden), 1, (first,), 2)
-        yield param(f"{fc1}.bias", (2, ffn), 1, (at(f"{gate_up}_bias", (count, 2 * ffn), (2, ffn), (0, 0), order=(1, 0)),), 1)
-        yield param(f"{fc2}.weight", (hidden, ffn), 1, (at(down, (count, ffn, hidden), (hidden, ffn), (0, 0), order=(1, 0)),), 2)
-        yield param(f"{fc2}.bias", (hidden,), None, (at(f"{down}_bias", (count, hidden), (hidden,), (0,)),), 1)
+        yield param(f"{fc1}.bias", (2, ffn), 1, (bias,), 1)
+        yield param(f"{fc2}.weight", (hidden, ffn), 1, (second,), 2)
+        yield param(f"{fc2}.bias", (hidden,), None, (Piece(f"{down}_bias", (count, hidden), (hidden,), (0,), (e, 0), (1, hidden)),), 1)
 
 
 params = partial(decoder, moe=_moe)

@@ -20,8 +20,8 @@ class Mxfp4:
         experts, outputs, groups, size = self.blocks.get_shape()
         return [experts, groups * size * 2, outputs]
 
-    def __getitem__(self, experts: slice) -> torch.Tensor:
-        """The values of some experts in float32; every one is exact in bfloat16 too, as long as it is not below its range."""
-        blocks, scales = self.blocks[experts].int(), self.scales[experts].int() - EXPONENT_BIAS
+    def __getitem__(self, box: tuple[slice, ...]) -> torch.Tensor:
+        """The values in a box of whole experts, in float32; every one is exact in bfloat16 too, as long as it is not below its range."""
+        blocks, scales = self.blocks[box[0]].int(), self.scales[box[0]].int() - EXPONENT_BIAS
         values = E2M1[torch.stack([blocks & 15, blocks >> 4], dim=-1)].flatten(-2)
-        return torch.ldexp(values, scales[..., None]).flatten(-2).transpose(1, 2)
+        return torch.ldexp(values, scales[..., None]).flatten(-2).transpose(1, 2)[(slice(None), *box[1:])]

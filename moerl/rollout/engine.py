@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moerl.reshard.receiver import checkpoint_header, layer_order
+from moerl.models import params_of, read_arch
+from moerl.models.tensormap import hf_shapes
+from moerl.reshard.receiver import Header, checkpoint_header, layer_order
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +87,16 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             file.write(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
 
 
+def needed_header(model: str) -> Header:
+    """Names and shapes of a whole set of weights as a sync brings it, in the tensor map's spelling, however the start checkpoint spells them.
+
+    The dtype is the checkpoint's where it has a tensor of that name, else any float.
+    """
+    stored = checkpoint_header(model)
+    shapes = hf_shapes(params_of(read_arch(model)).values())
+    return {name: (shape, stored[name][1] if name in stored else "BF16") for name, shape in shapes.items()}
+
+
 class RolloutEngine:
     """A vLLM engine over `tp` workers that serves one known version of the weights at a time.
 
@@ -121,7 +133,7 @@ class RolloutEngine:
             raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
         if not Path(model, "config.json").is_file():
             raise ValueError(f"model {model} must be a local Hugging Face checkpoint directory, with a config.json")
-        self._needed = checkpoint_header(model)
+        self._needed = needed_header(model)
         self._version: int | None = None
         self._incomplete = False
         self._max_model_len = max_model_len
