@@ -151,6 +151,16 @@ def test_stored_rotary_frequencies_are_kept_and_not_synced(tiny, tmp_path):
 
 # ---- float8 checkpoints
 
+RUN = """
+model: {path: PATH/fp8, dtype: float32}
+data: {prompts: "reasoning_gym:chain_sum", size: 8, max_prompt_tokens: 16}
+rollout: {layout: {tp: 1}, prompts_per_step: 4, samples_per_prompt: 2, sampling: {max_tokens: 8}, kv_cache_gib: 0.1}
+actor: {layout: {tp: 1}, max_tokens_per_rank: 64}
+reward: {function: "PATH/rewards.py:dense"}
+trainer: {steps: 1, output: PATH/out}
+cluster: {device: cpu}
+"""
+
 
 def quantize(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Float8 values, a scale a block, and their float32 product, by loops over blocks."""
@@ -200,8 +210,9 @@ def test_float8_without_scales_is_an_error(blocks):
         HFReader(path).check({"a.weight": (300, 200)})
 
 
-def test_float8_model_loads_as_its_dequantised_values(ranks, tiny, tmp_path):
-    path = shutil.copytree(tiny("v3"), tmp_path / "fp8")
+def write_float8(source, path) -> dict[str, torch.Tensor]:
+    """A float8 copy of a checkpoint at `path`, its scales in another file. Its values as a plain reference dequantises them."""
+    shutil.copytree(source, path)
     plain, values, scales = {}, {}, {}
     for name, tensor in tensors_of(path).items():
         plain[name] = values[name] = tensor
@@ -214,6 +225,12 @@ def test_float8_model_loads_as_its_dequantised_values(ranks, tiny, tmp_path):
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
     (path / "config.json").write_text(json.dumps(config))
+    return plain
+
+
+def test_float8_model_loads_as_its_dequantised_values(ranks, tiny, tmp_path):
+    path = tmp_path / "fp8"
+    plain = write_float8(tiny("v3"), path)
     whole = Assembler(params_of(read_arch(path)))
     for shards in ranks.run(LAYOUTS["tp2 etp2"], export_job, str(path)):
         for shard in shards:
@@ -222,6 +239,17 @@ def test_float8_model_loads_as_its_dequantised_values(ranks, tiny, tmp_path):
     assert set(found) == set(plain) and all(torch.equal(found[n], plain[n]) for n in plain)
     write_hf(tmp_path / "out", {"x": torch.zeros(1)}, path, dtype="float32")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_float8_engines_are_refused_before_anything_starts(tiny, tmp_path):
+    from moerl.config.load import load
+    from moerl.config.schema import TrainConfig
+    from moerl.controller.run import plan
+
+    write_float8(tiny("v3"), tmp_path / "fp8")
+    (tmp_path / "run.yaml").write_text(RUN.replace("PATH", str(tmp_path)))
+    with pytest.raises(ModelError, match="fp8: an engine serving float8 cannot take the trained weights"):
+        plan(load(tmp_path / "run.yaml", TrainConfig))
 
 
 # ---- real sizes

@@ -14,7 +14,7 @@ from moerl.controller.group import Role, WorkerGroup
 from moerl.controller.placement import Cluster, Placement, check_tokenizer, max_tokens, place
 from moerl.controller.worker import ModelSpec
 from moerl.models import carried_of, params_of, read_arch
-from moerl.models.arch import Arch
+from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader, write_hf
 from moerl.models.tensormap import Assembler
 from moerl.rollout.group import Rollout
@@ -41,7 +41,10 @@ def plan(config: RunConfig) -> Plan:
 
     arch = read_arch(config.model.path)
     placement = place(config, arch)
-    HFReader(config.model.path).fit(params_of(arch), carried_of(arch))
+    reader = HFReader(config.model.path)
+    reader.fit(params_of(arch), carried_of(arch))
+    if placement.engines and reader.quantized:
+        raise ModelError(f"{config.model.path}: an engine serving quantized weights cannot take the trained weights: start from an unquantised copy")
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     check_tokenizer(tokenizer, arch, config.model.path)
     return Plan(config, arch, placement, tokenizer)

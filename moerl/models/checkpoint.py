@@ -100,10 +100,14 @@ class HFReader:
         return BlockScaled(stored, scale.float(), block)
 
     @cached_property
+    def quantized(self) -> dict:
+        """`quantization_config` of the checkpoint, empty where it has none."""
+        return json.loads((self.path / "config.json").read_text()).get("quantization_config") or {}
+
+    @property
     def _block(self) -> tuple[int, int]:
         """Rows and columns that share a scale."""
-        config = json.loads((self.path / "config.json").read_text())
-        return tuple((config.get("quantization_config") or {}).get("weight_block_size") or (128, 128))
+        return tuple(self.quantized.get("weight_block_size") or (128, 128))
 
     def fit(self, params: Mapping[str, Param], carried: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, Param]:
         """The map in this checkpoint's spelling. Raises `ModelError` unless the checkpoint holds exactly its tensors (`check`)."""
