@@ -24,7 +24,9 @@ def train(config: ConfigFile, set: Overrides = [], dry_run: DryRun = False, resu
     with user_errors():
         loaded = _load(config, TrainConfig, set)
         if dry_run:
-            return _show(loaded)
+            from moerl.controller.train import prepare
+
+            return print(prepare(loaded).plan.describe())
         from moerl.controller.train import train as run
         from moerl.track.display import RL_COLUMNS
 
@@ -39,7 +41,9 @@ def sft(config: ConfigFile, set: Overrides = [], dry_run: DryRun = False, resume
     with user_errors():
         loaded = _load(config, SFTConfig, set)
         if dry_run:
-            return _show(loaded)
+            from moerl.controller.run import plan
+
+            return print(plan(loaded).describe())
         from moerl.controller.sft import sft as run
 
         columns = {"step": "step", "loss": "loss", "grad_norm": "grad norm", "lr": "lr", "tokens_per_s": "tokens/s"}
@@ -69,12 +73,6 @@ def _load(path: Path, cls, overrides: list[str]):
     return load(path, cls, overrides)
 
 
-def _show(config) -> None:
-    from moerl.controller.run import plan
-
-    print(plan(config).describe())
-
-
 def _report(exported: Path, output: str, columns: dict[str, str]) -> None:
     """The table of the run and where everything it wrote lies."""
     from moerl.track import display, metrics, plot
@@ -85,7 +83,7 @@ def _report(exported: Path, output: str, columns: dict[str, str]) -> None:
     written = {"metrics": output / "metrics.jsonl", "TensorBoard": output, "record": output / "run.json",
                "checkpoints": output / "checkpoints", "Hugging Face model": exported}
     if "reward" in rows[-1]:
-        written["reward curve"] = plot.reward_curve(output / "metrics.jsonl", output / "reward.png") or output / "reward.png"
+        written["reward curve"] = plot.reward_curve(output / "metrics.jsonl", output / "reward.png")
     for what, path in written.items():
         print(f"{what:>20}: {path}")
 

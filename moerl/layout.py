@@ -31,6 +31,11 @@ _GROUPS = {
 GROUP_KINDS = tuple(_GROUPS)
 
 
+# Megatron's own padding of the vocabulary, a rank. Its gradient buffers start a shared embedding at a multiple of 128 elements, and its
+# distributed checkpoints lose count of the parameters behind one that does not end there.
+VOCAB_MULTIPLE = 128
+
+
 class LayoutError(ValueError):
     """A layout, or a model under it, breaks a rule; one line for each broken rule."""
 
@@ -207,8 +212,8 @@ class ParallelLayout:
     # ---- rules
 
     def padded_vocab(self, vocab: int) -> int:
-        """Rows of the embedding and the head: the smallest multiple of tp at or above `vocab`."""
-        return -(-vocab // self.tp) * self.tp
+        """Rows of the embedding and the head: the smallest multiple of VOCAB_MULTIPLE x tp at or above `vocab`."""
+        return -(-vocab // (self.tp * VOCAB_MULTIPLE)) * self.tp * VOCAB_MULTIPLE
 
     def check(self, dims: ModelDims, world: int | None = None) -> None:
         """LayoutError with a line for each rule this layout breaks for the model and, if given, the world size."""

@@ -49,7 +49,8 @@ class Ranks:
     def _grow(self, size: int) -> None:
         while len(self.workers) < size:
             ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=_serve, args=(len(self.workers), theirs))  # not a daemon: saving a checkpoint starts processes
+            # Not a daemon: saving a checkpoint starts processes of its own.
+            process = self.context.Process(target=_serve, args=(len(self.workers), theirs))
             process.start()
             self.workers.append((process, ours))
 

@@ -33,6 +33,7 @@ def home(tmp_path_factory):
         f"""
 model: {{path: {path}/model, dtype: float32}}
 data: {{prompts: "reasoning_gym:chain_sum", size: 16, max_prompt_tokens: 64}}
+rollout: {{sampling: {{max_tokens: 64}}}}
 reward: {{function: reasoning_gym}}
 trainer: {{steps: 1, output: {path}/out}}
 cluster: {{device: cpu}}
@@ -66,8 +67,16 @@ BAD = {
     "layers": (["actor.layout.pp=3"], "actor.layout", "4", "pp"),
     "critic": (["critic.layout.tp=8"], "critic.layout: heads 4"),
     "rollout": (["rollout.layout.tp=3"], "rollout.layout: attention heads 4 are not divisible by tp 3"),
-    "context parallel": (["actor.layout.cp=2"], "cp 2 needs Transformer Engine"),
-    "tokens": (["actor.max_tokens_per_rank=100"], "actor.max_tokens_per_rank 100 is below the longest sample 1088"),
+    "context parallel": (["actor.layout.cp=2"], "actor.layout: cp 2 is not supported yet"),
+    "tokens": (["actor.max_tokens_per_rank=100"], "actor.max_tokens_per_rank 100 is below the longest sample 128"),
+    "context": (["rollout.sampling.max_tokens=200"], "context of 256 tokens is below the longest sample 264"),
+    "alignment": (
+        ["actor.max_tokens_per_rank=129", "rollout.sampling.max_tokens=65", "actor.layout.tp=2"],
+        "actor.max_tokens_per_rank 129 (128 in whole units of tp 2) is below the longest sample 129",
+    ),
+    "kl": (["algorithm.kl_coef=0.1", "algorithm.kl_in=loss"], "kl_kind k1 has no gradient"),
+    "prompts": (["data.prompts=nowhere.jsonl"], "nowhere.jsonl"),
+    "reward": (["reward.function=nothing.here:reward"], "nothing.here"),
     "top-p": (["rollout.sampling.top_p=0.9"], "top_p", "whole vocabulary"),
     "grpo": (["algorithm.name=grpo"], "rollout.samples_per_prompt must be 2 or more for grpo"),
     "model": (["model.path=/nowhere"], "/nowhere: no Hugging Face checkpoint there"),
@@ -123,7 +132,11 @@ def test_checkpoint_that_does_not_fit(home, tmp_path, damage):
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     done = train(home, "--set", f"model.path={tmp_path}/model")
     assert done.exit_code == 1 and "Traceback" not in done.stderr
-    want = {"missing": f"missing tensor {name} (32, 64)", "extra": f"unexpected tensor {name}", "shape": f"tensor {name} has shape (3, 64), expected (32, 64)"}
+    want = {
+        "missing": f"missing tensor {name} (32, 64)",
+        "extra": f"unexpected tensor {name}",
+        "shape": f"tensor {name} has shape (3, 64), expected (32, 64)",
+    }
     assert want[damage] in done.stderr
 
 
@@ -133,12 +146,22 @@ def test_resume_without_a_checkpoint(home):
 
 
 def test_earlier_run_is_moved_aside(tmp_path):
+    from types import SimpleNamespace
+
+    from moerl.controller.checkpoints import CheckpointError
     from moerl.controller.run import prepare_output
+
+    def config(path):
+        return SimpleNamespace(
+            trainer=SimpleNamespace(output=str(tmp_path / "out")), model=SimpleNamespace(path=str(path))
+        )
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("{}")
-    assert prepare_output(tmp_path / "out", resume=False) is None
+    assert prepare_output(config(tmp_path), resume=False) is None
     assert (tmp_path / "out.1" / "metrics.jsonl").read_text() == "{}" and not any((tmp_path / "out").iterdir())
+    with pytest.raises(CheckpointError, match="lies in trainer.output"):
+        prepare_output(config(tmp_path / "out" / "hf"), resume=False)
 
 
 def test_unsupported_model_type(home, tmp_path):

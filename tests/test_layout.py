@@ -152,7 +152,7 @@ def test_small_properties():
     uneven = ParallelLayout(pp=4, vpp=2, etp=2, cp=2, dp=3, first_stage_layers=2)
     assert uneven.describe() == "TP1 PP4 VPP2 ETP2 CP2 DP3 (world 24, first_stage_layers 2)"
     assert uneven.edp == 3 and not uneven.sequence_parallel and ParallelLayout(tp=2).sequence_parallel
-    assert [ParallelLayout(tp=4).padded_vocab(v) for v in (1, 4, 101, 104)] == [4, 4, 104, 104]
+    assert [ParallelLayout(tp=4).padded_vocab(v) for v in (1, 512, 513, 129280)] == [512, 512, 1024, 129536]
     with pytest.raises(LayoutError, match="expert ranks fold"):
         ParallelLayout(tp=2, ep=4).edp
 

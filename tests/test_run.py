@@ -32,6 +32,12 @@ def breaks_in_step_2(prompt, response, record):
         raise KeyError("answer key of the user")
     return dense(prompt, response, record)
 
+def fails_on_one(prompt, response, record):
+    calls["n"] += 1
+    if calls["n"] == 3:
+        raise KeyError("answer key of the user")
+    return dense(prompt, response, record)
+
 def kills_a_rank_in_step_2(prompt, response, record):
     import psutil
     calls["n"] += 1
@@ -144,6 +150,22 @@ def test_stopped_by_a_reward_and_resumed_equals_never_stopped(home, straight):
     one, two = HFReader(straight[0] / "hf"), HFReader(home / "stopped" / "hf")
     for name in one.files:
         np.testing.assert_allclose(one._slice(name)[:].numpy(), two._slice(name)[:].numpy(), atol=1e-5)
+
+
+def test_roles_with_layouts_of_their_own(home):
+    """Critic and reference on other layouts (other processes), two engines, a sample left out, mini-batches that do not divide."""
+    done = moerl(
+        home, "--set", f"trainer.output={home}/mixed", "--set", "trainer.steps=2", "--set", "critic.layout={dp: 2, ep: 2}",
+        "--set", "reference.layout={pp: 2}", "--set", "actor.layout={tp: 2, ep: 2}", "--set", "rollout.layout={tp: 1, dp: 2}",
+        "--set", f"reward.function={home}/rewards.py:fails_on_one", "--set", "reward.on_error=skip", "--set", "algorithm.mini_batch=6",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 of 16 samples left out" in done.stdout
+    one, two = read(home / "mixed" / "metrics.jsonl")
+    assert one["reward/skipped"] == 1 and two["reward/skipped"] == 0
+    assert abs(one["kl"]) < 1e-6 and two["kl"] > 1e-6, "the reference scores like the actor it was, at another layout"
+    assert max(one["mismatch/max_logp_gap"], two["mismatch/max_logp_gap"]) < 1e-3
+    assert one["value_loss"] > 0
 
 
 def test_a_killed_rank_is_named_at_once(home):

@@ -165,40 +165,25 @@ def test_bad_micro_batch_input(arguments, keywords, message):
 
 
 @settings(settings.get_profile("schedule"))
-@given(st.integers(0, 40), st.integers(1, 8), st.integers(0, 50), st.none() | st.integers(0, 9))
-def test_mini_batches_cover_whole_groups_evenly(groups, group, more, seed):
-    count, size = groups * group, group + more
-    batches = mini_batches(count, size, seed=seed, group=group)
+@given(st.integers(0, 300), st.integers(1, 60), st.none() | st.integers(0, 9))
+def test_mini_batches_cover_everything_evenly(count, size, seed):
+    batches = mini_batches(count, size, seed=seed)
     assert len(batches) == -(-count // size)
     assert sorted(index for batch in batches for index in batch) == list(range(count))
-    for batch in batches:
-        assert len(batch) <= round_up(size, group)
-        for at in range(0, len(batch), group):
-            assert batch[at] % group == 0
-            assert batch[at : at + group] == list(range(batch[at], batch[at] + group))
+    assert all(0 < len(batch) <= size for batch in batches)
     if batches:
-        assert max(map(len, batches)) - min(map(len, batches)) in (0, group)
-    assert batches == mini_batches(count, size, seed=seed, group=group)
+        assert max(map(len, batches)) - min(map(len, batches)) in (0, 1)
+    assert batches == mini_batches(count, size, seed=seed)
 
 
 def test_mini_batch_order():
     assert mini_batches(10, 4, seed=None) == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
-    assert mini_batches(8, 4, seed=None, group=2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     first, second = (mini_batches(64, 16, seed=seed) for seed in (1, 2))
     assert first != second and first != mini_batches(64, 16, seed=None)
 
 
-@pytest.mark.parametrize(
-    ("count", "size", "group", "message"),
-    [
-        (8, 2, 4, "mini-batch size 2 is below group 4 (a group is not split)"),
-        (10, 4, 4, "count 10 is not a whole number of groups of 4"),
-        (-1, 4, 1, "count -1 is below 0"),
-        (4, 0, 1, "size 0 is below 1"),
-        (4, 4, 0, "group 0 is below 1"),
-    ],
-)
-def test_bad_mini_batch_input(count, size, group, message):
+@pytest.mark.parametrize(("count", "size", "message"), [(-1, 4, "count -1 is below 0"), (4, 0, "size 0 is below 1")])
+def test_bad_mini_batch_input(count, size, message):
     with pytest.raises(ScheduleError) as error:
-        mini_batches(count, size, seed=0, group=group)
+        mini_batches(count, size, seed=0)
     assert str(error.value) == message

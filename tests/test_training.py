@@ -93,6 +93,23 @@ def test_resume_takes_the_same_step(ranks, tiny_moe, one_rank, tmp_path, saved, 
     np.testing.assert_allclose(got, curve(one_rank[critic])[2:], rtol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def tied_moe(tmp_path_factory):
+    from tests.models import write_qwen3_moe
+
+    return write_qwen3_moe(tmp_path_factory.mktemp("tied") / "moe", tie_word_embeddings=True)
+
+
+def test_tied_embeddings_over_a_pipeline(ranks, tied_moe, tmp_path):
+    """Both ends hold the table: one gradient, and a checkpoint whose other parameters are not shifted by the table's padding."""
+    want = curve(ranks.run(ONE, jobs.train_job, str(tied_moe), 3))
+    np.testing.assert_allclose(curve(ranks.run(LAYOUTS["pp2"], jobs.train_job, str(tied_moe), 3)), want, rtol=1e-4)
+    ranks.run(LAYOUTS["pp2"], jobs.save_job, str(tied_moe), 2, str(tmp_path))
+    for name in ("pp2", "tp2"):
+        got = curve(ranks.run(LAYOUTS[name], jobs.resume_job, str(tied_moe), 2, 1, str(tmp_path)))
+        np.testing.assert_allclose(got, want[2:], rtol=1e-4)
+
+
 def steps_job(rank, layout, path, directory):
     """Adam's step counters after two steps, a save and a restore, and one more step."""
     from moerl.megatron import checkpoint

@@ -90,8 +90,8 @@ class OptimizerConfig(Group):
     clip_grad: float = Field(1.0, ge=0)
 
 
-class ScoringRole(Group):
-    """A frozen model that only scores tokens. Without a layout of its own it shares the actor's processes."""
+class RoleConfig(Group):
+    """A model beside the actor. Without a layout of its own it shares the actor's processes."""
 
     layout: Layout | None = None
     max_tokens_per_rank: int | None = Field(None, ge=1, description="packed tokens of a micro-batch; default: the actor's")
@@ -103,7 +103,7 @@ class ActorConfig(Group):
     max_tokens_per_rank: int = Field(8192, ge=1, description="packed tokens of a micro-batch, never exceeded")
 
 
-class CriticConfig(ScoringRole):
+class CriticConfig(RoleConfig):
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
 
@@ -147,7 +147,8 @@ class SFTTrainerConfig(TrainerConfig):
 class ClusterConfig(Group):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     address: str | None = Field(None, description="Ray address; default: $RAY_ADDRESS, else a Ray of this run's own")
-    start_timeout_s: float = Field(600, gt=0)
+    start_timeout_s: float = Field(600, gt=0, description="for processes to come up")
+    collective_timeout_s: float = Field(1800, gt=0, description="longest wait of a rank for the others, a pipeline stage's included")
 
 
 class TrackConfig(Group):
@@ -174,13 +175,13 @@ class TrainConfig(RunConfig):
 
     rollout: RolloutConfig = RolloutConfig()
     critic: CriticConfig = CriticConfig()
-    reference: ScoringRole = ScoringRole()
+    reference: RoleConfig = RoleConfig()
     reward: RewardConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig
 
     @model_validator(mode="after")
-    def _groups_fit(self):
+    def _groups_fit_together(self):
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if self.algorithm.name == "grpo" and self.rollout.samples_per_prompt < 2:
             raise ValueError("rollout.samples_per_prompt must be 2 or more for grpo: an advantage is relative to its group")
@@ -189,9 +190,6 @@ class TrainConfig(RunConfig):
                 f"algorithm.mini_batch {self.algorithm.mini_batch} exceeds the {samples} samples of a step "
                 "(rollout.prompts_per_step x rollout.samples_per_prompt)"
             )
-        if self.rollout.samples_per_prompt > 1 and self.algorithm.mini_batch and self.algorithm.mini_batch % self.rollout.samples_per_prompt:
-            raise ValueError(
-                f"algorithm.mini_batch {self.algorithm.mini_batch} is not divisible by rollout.samples_per_prompt "
-                f"{self.rollout.samples_per_prompt}: a group stays together"
-            )
+        if self.algorithm.kl_coef > 0 and self.algorithm.kl_in == "loss" and self.algorithm.kl_kind == "k1":
+            raise ValueError("algorithm.kl_kind k1 has no gradient on average as a loss: with kl_in loss take k2 or k3")
         return self

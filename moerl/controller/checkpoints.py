@@ -1,7 +1,7 @@
 """Checkpoints of a run: one directory a step, complete when its manifest is there, the last few kept.
 
     <output>/checkpoints/step_000010/{actor,critic}/   Megatron distributed checkpoints (weights, optimizer, update count, random states)
-                                     driver.json       step, data position, weight version
+                                     driver.json       step, data position, what the reference is
                                      manifest.json     every file with its size; written last
 """
 
@@ -24,7 +24,7 @@ class CheckpointError(RuntimeError):
 
 
 def save(root: Path, step: int, roles: dict[str, Role], driver: dict, keep: int) -> Path:
-    """Write the checkpoint of `step` and delete all but the newest `keep` complete ones."""
+    """Write the checkpoint of `step`; all but the newest `keep` complete ones are deleted."""
     path = root / f"step_{step:06d}"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -35,10 +35,12 @@ def save(root: Path, step: int, roles: dict[str, Role], driver: dict, keep: int)
     part = path / (MANIFEST + ".partial")
     part.write_text(json.dumps({"step": step, "roles": list(roles), "files": files}, indent=1))
     os.replace(part, path / MANIFEST)
-    for old in _complete(root)[:-keep]:
-        # Without its manifest a half-deleted checkpoint cannot be taken for whole.
-        (old / MANIFEST).unlink()
-        shutil.rmtree(old)
+    kept = _complete(root)[-keep:]
+    for old in root.glob("step_*"):
+        if STEP.match(old.name) and old not in kept:
+            # The manifest goes first: a half-deleted checkpoint cannot be taken for whole. One that was never finished has none.
+            (old / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(old)
     return path
 
 
@@ -48,8 +50,8 @@ def latest(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load(path: Path, roles: dict[str, Role]) -> dict:
-    """Restore the roles from a complete checkpoint; returns what the driver saved."""
+def read(path: Path, roles: list[str]) -> dict:
+    """What the driver saved in a complete checkpoint, after checking that all its files and all `roles` are in it."""
     manifest = json.loads((path / MANIFEST).read_text())
     for name, size in manifest["files"].items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
@@ -58,9 +60,13 @@ def load(path: Path, roles: dict[str, Role]) -> dict:
     missing = [name for name in roles if name not in manifest["roles"]]
     if missing:
         raise CheckpointError(f"{path}: holds {', '.join(manifest['roles'])}, not {', '.join(missing)}")
+    return json.loads((path / "driver.json").read_text())
+
+
+def load(path: Path, roles: dict[str, Role]) -> None:
+    """Restore the roles from a checkpoint that `read` accepted."""
     for name, role in roles.items():
         role.load(str((path / name).resolve()))
-    return json.loads((path / "driver.json").read_text())
 
 
 def _complete(root: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 import logging
 import random
@@ -96,6 +97,7 @@ class PromptStream:
         if not prompts:
             raise DataError("there are no prompts")
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
+        self._digest = hashlib.sha256(repr([p.token_ids for p in prompts]).encode()).hexdigest()[:16]
         self._begin(epoch=0, position=0)
 
     def next(self, n: int) -> list[Prompt]:
@@ -121,7 +123,7 @@ class PromptStream:
         self._begin(state["epoch"], state["position"])
 
     def _identity(self) -> dict[str, Any]:
-        return {"prompts": len(self._prompts), "seed": self._seed, "shuffle": self._shuffle}
+        return {"prompts": len(self._prompts), "seed": self._seed, "shuffle": self._shuffle, "digest": self._digest}
 
     def _begin(self, epoch: int, position: int) -> None:
         self._epoch, self._position, self._order = epoch, position, list(range(len(self._prompts)))

@@ -20,6 +20,7 @@ class Experience:
     samples: list[Sample]
     group: list[int]
     rollout_logp: list[np.ndarray]
+    truncated: list[bool]
     rewards: list[float]
     logp: list[np.ndarray] = field(default_factory=list)
     entropy: list[np.ndarray] = field(default_factory=list)

@@ -22,31 +22,27 @@ class WorkerGroup:
             actor.options(num_cpus=0, **place).remote(rank, layout, device) for rank, place in zip(range(layout.world), places)
         ]
 
-    def start(self, seed: int, timeout_s: float) -> list[dict]:
+    def start(self, seed: int, timeout_s: float, collective_timeout_s: float) -> list[dict]:
         """Bring the ranks up and let them find each other. Returns every rank's description."""
         where = self.call("describe", timeout_s=timeout_s)
-        self.call("start", where[0]["master"], seed, timeout_s, timeout_s=timeout_s)
+        self.call("start", where[0]["master"], seed, collective_timeout_s, timeout_s=timeout_s)
         return where
 
     def call(self, method: str, *args, per_dp: list | None = None, timeout_s: float | None = None) -> list:
         """`method(*args)` on every rank; results by rank. With `per_dp` its entry for the rank's data-parallel index comes first."""
         return list(collect(self.refs(method, *args, per_dp=per_dp), timeout_s).values())
 
-    def refs(self, method: str, *args, per_dp: list | None = None) -> dict[str, ray.ObjectRef]:
+    def refs(self, method: str, *args, per_dp: list | None = None, num_returns: int = 1) -> dict[str, ray.ObjectRef]:
         shared = None if per_dp is None else [ray.put(part) for part in per_dp]
         refs = {}
         for rank, worker in enumerate(self.workers):
             first = () if shared is None else (shared[self.layout.coords(rank).dp],)
-            refs[f"{self.name} rank {rank}"] = getattr(worker, method).remote(*first, *args)
+            refs[f"{self.name} rank {rank}"] = getattr(worker, method).options(num_returns=num_returns).remote(*first, *args)
         return refs
 
     def speakers(self) -> list[int]:
         """The rank that answers for each data-parallel index: last pipeline stage, first tensor- and context-parallel rank."""
         return [self.layout.rank_of(dp=d, pp=self.layout.pp - 1) for d in range(self.layout.dp)]
-
-    def shutdown(self) -> None:
-        for worker in self.workers:
-            ray.kill(worker)
 
 
 class Role:
@@ -65,19 +61,23 @@ class Role:
         return self._score(samples, ("values",), "values", self.name)[0]
 
     def update(self, method: str, samples: list[Sample], *args) -> dict[str, float]:
-        """One optimizer step; the numbers are sums over all ranks, which the weights in the samples make means of the batch."""
+        """One optimizer step. The numbers are weighted sums over all ranks, divided by the sum of the weights: means of the batch."""
         plan = self._plan(samples)
         results = self.group.call(method, *args, per_dp=[[[samples[i] for i in micro] for micro in part] for part in plan])
         answers = [results[rank] for rank in self.group.speakers()]
         keys = dict.fromkeys(key for a in answers for key in a["sums"])  # a rank without samples has none
-        sums = {key: sum(a["sums"].get(key, 0.0) for a in answers) for key in keys}
-        return sums | {"grad_norm": answers[0]["grad_norm"], "lr": answers[0]["lr"]}
+        weight = sum(float(s.fields["weights"].sum()) for s in samples) or 1.0
+        means = {key: sum(a["sums"].get(key, 0.0) for a in answers) / weight for key in keys}
+        return means | {"grad_norm": answers[0]["grad_norm"], "lr": answers[0]["lr"]}
 
     def shard_refs(self) -> list[ray.ObjectRef]:
-        return list(self.group.refs("shards", self.name).values())
+        """The weights of this role, one object a rank, left where the ranks put them."""
+        pairs = self.group.refs("shards", self.name, num_returns=2)
+        collect({name: done for name, (done, _) in pairs.items()})
+        return [shards for _, shards in pairs.values()]
 
     def shards(self) -> list[list[tuple]]:
-        return self.group.call("shards", self.name)
+        return ray.get(self.shard_refs())
 
     def save(self, path: str) -> None:
         self.group.call("save", self.name, path)

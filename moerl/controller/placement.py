@@ -66,19 +66,28 @@ def place(config: RunConfig, arch: Arch) -> Placement:
             layout.check(arch.dims())
         except LayoutError as error:
             raise LayoutError("\n".join(f"{role}.layout: {line}" for line in str(error).splitlines())) from None
-        if layout.cp > 1 and resolve_device(config.cluster.device) == "cpu":
-            raise LayoutError(f"{role}.layout: cp {layout.cp} needs Transformer Engine, which runs on GPUs; on a CPU cp must be 1")
-        _check_longest(config, role)
+        if layout.cp > 1:
+            raise LayoutError(f"{role}.layout: cp {layout.cp} is not supported yet: cp must be 1")
+        _check_longest(config, arch, role, layout.tp)
         groups.setdefault(layout, []).append(role)
     engines, tp = 0, 1
     if isinstance(config, TrainConfig):
         engines, tp = config.rollout.layout.dp, config.rollout.layout.tp
-        for what, number in (("attention heads", arch.heads), ("padded vocabulary", -(-arch.vocab // 64) * 64)):
-            if number % tp:
-                raise LayoutError(f"rollout.layout: {what} {number} are not divisible by tp {tp}")
-        if tp > arch.kv_heads and tp % arch.kv_heads:
-            raise LayoutError(f"rollout.layout: tp {tp} is not a multiple of the {arch.kv_heads} key/value heads")
-    return Placement([(roles, layout) for layout, roles in groups.items()], engines, tp, resolve_device(config.cluster.device))
+        _check_rollout(arch, tp)
+    placement = Placement([(roles, layout) for layout, roles in groups.items()], engines, tp, resolve_device(config.cluster.device))
+    most = max(layout.world for layout in groups)
+    if placement.device == "cuda" and engines * tp > most:
+        raise LayoutError(f"rollout.layout: {engines} engines x tp {tp} need more GPUs than the {most} of the largest training layout")
+    return placement
+
+
+def _check_rollout(arch: Arch, tp: int) -> None:
+    """vLLM's rules of tensor parallelism."""
+    for what, number in (("attention heads", arch.heads), ("expert width", arch.expert_ffn), ("MLP width", arch.ffn)):
+        if number % tp:
+            raise LayoutError(f"rollout.layout: {what} {number} {'are' if what.endswith('s') else 'is'} not divisible by tp {tp}")
+    if arch.kv_heads % tp and tp % arch.kv_heads:
+        raise LayoutError(f"rollout.layout: neither of key/value heads {arch.kv_heads} and tp {tp} divides the other")
 
 
 def max_tokens(config: RunConfig, role: str) -> int:
@@ -86,15 +95,17 @@ def max_tokens(config: RunConfig, role: str) -> int:
     return getattr(config, role).max_tokens_per_rank or config.actor.max_tokens_per_rank
 
 
-def _check_longest(config: RunConfig, role: str) -> None:
-    """The longest sample there can be must fit a micro-batch: better refused now than after a night."""
-    if isinstance(config, TrainConfig):
-        longest, cap = config.data.max_prompt_tokens + config.rollout.sampling.max_tokens, max_tokens(config, role)
-        if longest > cap:
-            raise LayoutError(
-                f"{role}.max_tokens_per_rank {cap} is below the longest sample {longest} "
-                "(data.max_prompt_tokens + rollout.sampling.max_tokens)"
-            )
+def _check_longest(config: RunConfig, arch: Arch, role: str, tp: int) -> None:
+    """The longest sample there can be must fit a micro-batch and the model: better refused now than after a night."""
+    if not isinstance(config, TrainConfig):
+        return
+    longest, cap = config.data.max_prompt_tokens + config.rollout.sampling.max_tokens, max_tokens(config, role)
+    what = f"the longest sample {longest} (data.max_prompt_tokens + rollout.sampling.max_tokens)"
+    if longest > cap // tp * tp:
+        whole = f" ({cap // tp * tp} in whole units of tp {tp})" if cap % tp else ""
+        raise LayoutError(f"{role}.max_tokens_per_rank {cap}{whole} is below {what}")
+    if arch.context and longest > arch.context:
+        raise LayoutError(f"the model's context of {arch.context} tokens is below {what}")
 
 
 def check_tokenizer(tokenizer, arch: Arch, path: str) -> None:
@@ -113,16 +124,17 @@ class Cluster:
 
         self.placement = placement
         gpu = placement.device == "cuda"
-        address = address or os.environ.get("RAY_ADDRESS")
-        local = {} if address else dict(num_cpus=placement.slots, include_dashboard=False)
+        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        local = dict(num_cpus=placement.slots, include_dashboard=False) if address == "local" else {}
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
         bundle = {"CPU": 1, "GPU": 1} if gpu else {"CPU": 1}
         self.group = placement_group([bundle] * placement.slots, strategy="PACK")
-        if not self.group.wait(timeout_s):
-            have = ray.cluster_resources()
-            kind = "GPU" if gpu else "CPU"
+        have, kind = ray.cluster_resources(), "GPU" if gpu else "CPU"
+        hopeless = address == "local" and have.get(kind, 0) < placement.slots
+        if hopeless or not self.group.wait(timeout_s):
             raise ClusterError(
-                f"the run needs {placement.slots} {kind}s, the Ray cluster offers {have.get(kind, 0):g} (waited {timeout_s:.0f} s)"
+                f"the run needs {placement.slots} {kind}s, the Ray cluster offers {have.get(kind, 0):g} "
+                + ("" if hopeless else f" (waited {timeout_s:.0f} s)")
             )
         nodes = placement_group_table(self.group)["bundles_to_node_id"]
         self.bundles = sorted(range(placement.slots), key=lambda i: (nodes[i], i))

@@ -50,14 +50,17 @@ def plan(config: RunConfig) -> Plan:
     return Plan(config, arch, placement, tokenizer)
 
 
-def prepare_output(output: Path, resume: bool) -> Path | None:
+def prepare_output(config: RunConfig, resume: bool) -> Path | None:
     """The checkpoint to go on from (with `resume`), else an empty output directory: an earlier run in it is moved aside, not lost."""
+    output = Path(config.trainer.output)
     if resume:
         found = checkpoints.latest(output / "checkpoints")
         if found is None:
             raise checkpoints.CheckpointError(f"{output}: no complete checkpoint to resume from")
         return found
-    if output.exists() and any(output.iterdir()):
+    if Path(config.model.path).resolve().is_relative_to(output.resolve()):
+        raise checkpoints.CheckpointError(f"model.path {config.model.path} lies in trainer.output {output}: choose another output")
+    if any((output / name).exists() for name in ("metrics.jsonl", "checkpoints", "hf")):
         number = next(i for i in range(1, 10**6) if not output.with_name(f"{output.name}.{i}").exists())
         os.replace(output, output.with_name(f"{output.name}.{number}"))
         print(f"{output} holds an earlier run: moved to {output.name}.{number}")
@@ -94,7 +97,7 @@ class Processes:
     def _start_groups(self, config: RunConfig, timeout: float) -> list[str]:
         gpus: list[str] = []
         for group in self.groups:
-            where = group.start(config.trainer.seed, timeout)
+            where = group.start(config.trainer.seed, timeout, config.cluster.collective_timeout_s)
             gpus = max(gpus, [gpu for rank in where for gpu in rank["gpus"]], key=len)
         return gpus
 
@@ -125,6 +128,8 @@ class Processes:
         return write_hf(path, whole.finish() | carried, side_files, dtype=dtype)
 
     def shutdown(self) -> None:
+        if getattr(self, "rollout", None):
+            self.rollout.shutdown()
         self.cluster.shutdown()
 
 

@@ -65,27 +65,20 @@ def micro_batches(
     return _deal(bins, costs, dp)
 
 
-def mini_batches(count: int, size: int, *, seed: int | None, group: int = 1) -> list[list[int]]:
+def mini_batches(count: int, size: int, *, seed: int | None) -> list[list[int]]:
     """Split range(count) into ceil(count / size) mini-batches of near-equal size, one optimizer step each.
 
-    Groups of `group` consecutive samples (the answers to one prompt, in GRPO) stay together and are shuffled by `seed`;
-    None keeps their order. Sizes differ by at most one group and stay within `size` rounded up to whole groups.
+    The order is shuffled by `seed`; None keeps it. Answers to one prompt may part: advantages are settled before the split.
     """
-    _positive(size=size, group=group)
+    _positive(size=size)
     if count < 0:
         raise ScheduleError(f"count {count} is below 0")
-    if size < group:
-        raise ScheduleError(f"mini-batch size {size} is below group {group} (a group is not split)")
-    if count % group:
-        raise ScheduleError(f"count {count} is not a whole number of groups of {group}")
-    starts = list(range(0, count, group))
+    order = list(range(count))
     if seed is not None:
-        random.Random(seed).shuffle(starts)
-    parts = -(-count // size)
-    edges = [part * len(starts) // parts for part in range(parts + 1)] if parts else []
-    return [
-        [start + offset for start in starts[low:high] for offset in range(group)] for low, high in zip(edges, edges[1:])
-    ]
+        random.Random(seed).shuffle(order)
+    batches = -(-count // size)
+    edges = [i * count // batches for i in range(batches + 1)] if batches else [0]
+    return [order[low:high] for low, high in zip(edges, edges[1:])]
 
 
 def _best_fit(lengths: Sequence[int], longest_first: list[int], cap: int) -> list[Bin]:

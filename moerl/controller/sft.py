@@ -8,7 +8,7 @@ import numpy as np
 
 from moerl.config.schema import SFTConfig
 from moerl.controller import checkpoints
-from moerl.controller.data import PromptStream, answers, load_prompts
+from moerl.controller.data import DataError, PromptStream, answers, load_prompts
 from moerl.controller.run import Processes, plan, prepare_output, recorded
 from moerl.sample import Sample
 from moerl.track.display import Progress
@@ -20,41 +20,54 @@ def sft(config: SFTConfig, *, resume: bool = False, command: list[str] = ()) -> 
     planned = plan(config)
     prompts = load_prompts(config.data, planned.tokenizer, config.trainer.seed)
     targets = dict(zip((p.index for p in prompts), answers(prompts, config.data, planned.tokenizer)))
+    check_lengths(prompts, targets, config)
     stream = PromptStream(prompts, config.trainer.seed, config.data.shuffle)
     output = Path(config.trainer.output)
-    found = prepare_output(output, resume)
+    found, done = prepare_output(config, resume), 0
+    if found:
+        state = checkpoints.read(found, ["actor"])
+        stream.restore(state["data"])
+        done = state["step"]
     with recorded(planned, output, list(command)):
-        return _sft(planned, config, stream, targets, output, found)
+        processes = Processes(planned)
+        try:
+            if found:
+                checkpoints.load(found, processes.trained())
+            with Metrics(output, config.track.tensorboard, resume_step=done if found else None) as metrics:
+                loop(config, processes, stream, targets, metrics, done)
+            return processes.export(output / "hf", config.model.path, config.model.dtype)
+        finally:
+            processes.shutdown()
 
 
-def _sft(planned, config: SFTConfig, stream: PromptStream, targets: dict[int, list[int]], output: Path, found: Path | None) -> Path:
-    steps, done = config.trainer.steps, 0
-    processes = Processes(planned)
-    try:
-        actor = processes.roles["actor"]
-        if found:
-            state = checkpoints.load(found, processes.trained())
-            stream.restore(state["data"])
-            done = state["step"]
-        progress = Progress(steps, enabled=config.track.progress)
-        with Metrics(output, config.track.tensorboard, resume_step=done if found else None) as metrics, progress:
-            for step in range(done + 1, steps + 1):
-                progress.begin(step)
-                with progress.phase("update"):
-                    samples = batch(stream.next(config.trainer.batch_size), targets)
-                    numbers = actor.update("update_sft", samples)
-                tokens = sum(len(s.tokens) for s in samples)
-                values = {"loss": numbers["sft_loss"], "grad_norm": numbers["grad_norm"], "lr": numbers["lr"]}
-                values |= {"tokens_per_s": tokens / progress.times["update"]}
-                metrics.log(step, values)
-                if step == steps or (config.trainer.checkpoint_every and step % config.trainer.checkpoint_every == 0):
-                    checkpoints.save(
-                        output / "checkpoints", step, processes.trained(), {"data": stream.state()}, config.trainer.keep
-                    )
-                progress.end(values)
-        return processes.export(output / "hf", config.model.path, config.model.dtype)
-    finally:
-        processes.shutdown()
+def loop(config: SFTConfig, processes: Processes, stream: PromptStream, targets: dict, metrics: Metrics, done: int) -> None:
+    """The steps after `done`."""
+    actor, steps, every = processes.roles["actor"], config.trainer.steps, config.trainer.checkpoint_every
+    with Progress(steps, enabled=config.track.progress) as progress:
+        for step in range(done + 1, steps + 1):
+            progress.begin(step)
+            with progress.phase("update"):
+                samples = batch(stream.next(config.trainer.batch_size), targets)
+                numbers = actor.update("update_sft", samples)
+            tokens = sum(len(s.tokens) for s in samples)
+            values = {"loss": numbers["sft_loss"], "grad_norm": numbers["grad_norm"], "lr": numbers["lr"]}
+            values |= {"tokens_per_s": tokens / progress.times["update"]}
+            metrics.log(step, values)
+            if step == steps or (every and step % every == 0):
+                root = Path(config.trainer.output) / "checkpoints"
+                checkpoints.save(root, step, processes.trained(), {"data": stream.state()}, config.trainer.keep)
+            progress.end(values)
+
+
+def check_lengths(prompts: list, targets: dict[int, list[int]], config: SFTConfig) -> None:
+    """Every sample must fit a micro-batch; refused before anything starts, naming the row."""
+    tp, cap = config.actor.layout.tp, config.actor.max_tokens_per_rank
+    for p in prompts:
+        length = len(p.token_ids) + len(targets[p.index])
+        if length > cap // tp * tp:
+            raise DataError(
+                f"row {p.index} of {config.data.prompts} has {length} tokens with its answer, above actor.max_tokens_per_rank {cap}"
+            )
 
 
 def batch(prompts: list, targets: dict[int, list[int]]) -> list[Sample]:

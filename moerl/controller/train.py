@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,89 +12,111 @@ from moerl.config.schema import TrainConfig
 from moerl.controller import checkpoints
 from moerl.controller.data import PromptStream, load_prompts
 from moerl.controller.experience import Experience, pad, rows, token_mean
+from moerl.controller.placement import roles_of
 from moerl.controller.run import Plan, Processes, plan, prepare_output, recorded
 from moerl.controller.schedule import mini_batches
+from moerl.models.checkpoint import fingerprint
 from moerl.rewards.load import load_reward
 from moerl.rewards.score import RewardError, score
 from moerl.rl import ALGORITHMS
 from moerl.rl.kl import kl_estimate
 from moerl.rollout.engine import sample_seed
+from moerl.rollout.remote import RemoteError
 from moerl.sample import Sample
 from moerl.track.display import Progress
 from moerl.track.metrics import Metrics
 
 
-def train(config: TrainConfig, *, resume: bool = False, command: list[str] = ()) -> Path:
-    """Run `config` to its last step, or go on from its last checkpoint. Returns the exported Hugging Face checkpoint."""
+@dataclass
+class Ready:
+    """A run that passed every check which needs no process."""
+
+    config: TrainConfig
+    plan: Plan
+    reward: Callable
+    stream: PromptStream
+
+
+def prepare(config: TrainConfig) -> Ready:
     planned = plan(config)
     reward = load_reward(config.reward.function)
     prompts = load_prompts(config.data, planned.tokenizer, config.trainer.seed)
+    return Ready(config, planned, reward, PromptStream(prompts, config.trainer.seed, config.data.shuffle))
+
+
+def train(config: TrainConfig, *, resume: bool = False, command: list[str] = ()) -> Path:
+    """Run `config` to its last step, or go on from its last checkpoint. Returns the exported Hugging Face checkpoint."""
+    ready = prepare(config)
     output = Path(config.trainer.output)
-    found = prepare_output(output, resume)
-    with recorded(planned, output, list(command)):
-        return _train(planned, config, reward, PromptStream(prompts, config.trainer.seed, config.data.shuffle), output, found)
+    found = prepare_output(config, resume)
+    done = restore_driver(ready, found) if found else 0
+    with recorded(ready.plan, output, list(command)):
+        processes = Processes(ready.plan)
+        try:
+            if found:
+                checkpoints.load(found, processes.trained())
+            with Metrics(output, config.track.tensorboard, resume_step=done if found else None) as metrics:
+                loop(ready, processes, metrics, output, done)
+            return processes.export(output / "hf", config.model.path, config.model.dtype)
+        finally:
+            processes.shutdown()
 
 
-def _train(planned: Plan, config: TrainConfig, reward, stream: PromptStream, output: Path, found: Path | None) -> Path:
-    steps = config.trainer.steps
-    progress = Progress(steps, enabled=config.track.progress)
-    processes = Processes(planned)
-    done = saved = 0
-    try:
-        if found:
-            state = checkpoints.load(found, processes.trained())
-            stream.restore(state["data"])
-            done = saved = state["step"]
-        with Metrics(output, config.track.tensorboard, resume_step=done if found else None) as metrics, progress:
-            processes.rollout.sync(planned.arch, done, processes.roles["actor"].shard_refs())
-            for step in range(done + 1, steps + 1):
-                position = stream.state()
-                progress.begin(step)
+def loop(ready: Ready, processes: Processes, metrics: Metrics, output: Path, done: int) -> None:
+    """The steps after `done`."""
+    config, actor = ready.config, processes.roles["actor"]
+    steps, every, saved = config.trainer.steps, config.trainer.checkpoint_every, done
+    processes.rollout.sync(ready.plan.arch, done, actor.shard_refs())
+    with Progress(steps, enabled=config.track.progress) as progress:
+        for step in range(done + 1, steps + 1):
+            position = ready.stream.state()
+            progress.begin(step)
+            try:
                 with progress.phase("rollout"):
-                    experience, texts = rollout(processes, planned, config, stream, step)
-                try:
-                    with progress.phase("reward"):
-                        experience, reward_metrics = reward_phase(experience, texts, reward, config)
-                except (RewardError, KeyboardInterrupt):
-                    # What is trained so far is whole: keep it, and the prompts of this step stay unconsumed.
-                    if done > saved:
-                        _save(output, done, processes, position, config)
-                    raise
+                    experience, texts = rollout(processes, ready, step)
+                with progress.phase("reward"):
+                    experience, reward_metrics = reward_phase(experience, texts, ready.reward, config)
                 with progress.phase("scores"):
                     score_phase(experience, processes, config)
-                with progress.phase("update"):
-                    updates = update(experience, processes, config, step)
-                with progress.phase("sync"):
-                    processes.rollout.sync(planned.arch, step, processes.roles["actor"].shard_refs())
-                done = step
-                values = summary(experience, config) | reward_metrics | updates | timing(progress.times, experience)
-                metrics.log(step, values)
-                if step == steps or (config.trainer.checkpoint_every and step % config.trainer.checkpoint_every == 0):
-                    with progress.phase("checkpoint"):
-                        _save(output, step, processes, stream.state(), config)
-                    saved = step
-                progress.end(values)
-        return processes.export(output / "hf", config.model.path, config.model.dtype)
-    finally:
-        processes.shutdown()
+            except (RewardError, RemoteError, KeyboardInterrupt):
+                # Until the update begins, what is trained is whole: keep it, with the prompts of this step unconsumed.
+                if done > saved:
+                    _rescue(output, done, processes, position, config)
+                raise
+            with progress.phase("update"):
+                updates = update(experience, processes, config, step)
+            with progress.phase("sync"):
+                processes.rollout.sync(ready.plan.arch, step, actor.shard_refs())
+            done = step
+            values = summary(experience) | reward_metrics | updates | timing(progress.times, experience)
+            metrics.log(step, values)
+            if step == steps or (every and step % every == 0):
+                with progress.phase("checkpoint"):
+                    _save(output, step, processes, ready.stream.state(), config)
+                saved = step
+            progress.end(values)
 
 
-def rollout(processes: Processes, planned: Plan, config: TrainConfig, stream: PromptStream, step: int):
+def rollout(processes: Processes, ready: Ready, step: int) -> tuple[Experience, list[tuple]]:
     """Sample responses to the next prompts: experience without rewards, and (prompt, response, record) texts for the reward."""
+    config, tokenizer = ready.config, ready.plan.tokenizer
     r = config.rollout
-    prompts = stream.next(r.prompts_per_step)
+    prompts = ready.stream.next(r.prompts_per_step)
     base = sample_seed(config.trainer.seed, step)
     completions = processes.rollout.generate(
         [p.token_ids for p in prompts], seeds=[sample_seed(base, i) for i in range(len(prompts))], n=r.samples_per_prompt,
-        temperature=r.sampling.temperature, max_tokens=r.sampling.max_tokens, stop_token_ids=[planned.tokenizer.eos_token_id],
+        temperature=r.sampling.temperature, max_tokens=r.sampling.max_tokens, stop_token_ids=[tokenizer.eos_token_id],
     )
-    experience, texts = Experience([], [], [], []), []
+    experience, texts = Experience([], [], [], [], []), []
     for group, (prompt, answers) in enumerate(zip(prompts, completions)):
         for c in answers:
+            if c.version != step - 1:
+                raise RemoteError(f"a response of step {step} was sampled by weights of version {c.version}, not {step - 1}")
             experience.samples.append(Sample(np.array([*prompt.token_ids, *c.token_ids]), len(prompt.token_ids)))
             experience.group.append(group)
             experience.rollout_logp.append(np.array(c.logprobs, dtype=np.float32))
-            texts.append((prompt.text, planned.tokenizer.decode(c.token_ids, skip_special_tokens=True), prompt.record))
+            experience.truncated.append(c.finish_reason == "length")
+            texts.append((prompt.text, tokenizer.decode(c.token_ids, skip_special_tokens=True), prompt.record))
     return experience, texts
 
 
@@ -104,10 +128,8 @@ def reward_phase(experience: Experience, texts: list[tuple], reward, config: Tra
         raise RewardError(f"the reward failed on every sample of the step; the first: {scores.errors[0]}")
     for error in scores.errors[:1]:
         print(f"{len(scores.errors)} of {len(texts)} samples left out: {error}")
-    experience = Experience(
-        [experience.samples[i] for i in kept], [experience.group[i] for i in kept], [experience.rollout_logp[i] for i in kept],
-        [scores.scores[i] for i in kept],
-    )
+    columns = (experience.samples, experience.group, experience.rollout_logp, experience.truncated, scores.scores)
+    experience = Experience(*([column[i] for i in kept] for column in columns))
     extra = {f"reward/{name}": float(np.mean(values)) for name, values in scores.metrics.items()}
     return experience, extra | {"reward/skipped": float(len(scores.errors))}
 
@@ -129,13 +151,10 @@ def update(experience: Experience, processes: Processes, config: TrainConfig, st
     """The optimizer steps of one training step; returns the means of their numbers."""
     a, temperature = config.algorithm, config.rollout.sampling.temperature
     count = len(experience.samples)
-    # Samples of a group stay together only where all of them are there.
-    whole = count == config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    group = config.rollout.samples_per_prompt if whole else 1
     logs: dict[str, list[float]] = {}
     for epoch in range(a.epochs):
         seed = sample_seed(sample_seed(config.trainer.seed, step), -1 - epoch)
-        for indices in mini_batches(count, min(a.mini_batch or count, count), seed=seed, group=group):
+        for indices in mini_batches(count, a.mini_batch or count, seed=seed):
             samples = experience.training_samples(indices, a.aggregation)
             numbers = processes.roles["actor"].update("update_actor", samples, a, temperature)
             found = {f"actor/{name}": value for name, value in numbers.items()}
@@ -149,7 +168,7 @@ def update(experience: Experience, processes: Processes, config: TrainConfig, st
     return means | ({"value_loss": means["critic/value_loss"]} if "critic/value_loss" in means else {})
 
 
-def summary(experience: Experience, config: TrainConfig) -> dict[str, float]:
+def summary(experience: Experience) -> dict[str, float]:
     """What the rollouts of the step say, before its update."""
     lengths = np.array(experience.lengths)
     logp, sampled = np.concatenate(experience.logp), np.concatenate(experience.rollout_logp)
@@ -159,7 +178,7 @@ def summary(experience: Experience, config: TrainConfig) -> dict[str, float]:
         "entropy": token_mean(experience.entropy),
         "response_tokens": float(lengths.mean()),
         "response_tokens/max": float(lengths.max()),
-        "truncated": float(np.mean(lengths >= config.rollout.sampling.max_tokens)),
+        "truncated": float(np.mean(experience.truncated)),
         "mismatch/max_logp_gap": float(np.abs(logp - sampled).max()),
         "mismatch/kl": float((sampled - logp).mean()),
     }
@@ -177,5 +196,26 @@ def timing(times: dict[str, float], experience: Experience) -> dict[str, float]:
     }
 
 
+def restore_driver(ready: Ready, path: Path) -> int:
+    """Set the prompts to where the checkpoint left them and check that it belongs to this run. Returns its step."""
+    roles = roles_of(ready.config)
+    state = checkpoints.read(path, [name for name in roles if name != "reference"])
+    if "reference" in roles and state["reference"] != fingerprint(ready.config.model.path):
+        raise checkpoints.CheckpointError(
+            f"{path}: was trained against another reference than what is now in {ready.config.model.path} (its files changed)"
+        )
+    ready.stream.restore(state["data"])
+    return state["step"]
+
+
 def _save(output: Path, step: int, processes: Processes, position: dict, config: TrainConfig) -> None:
-    checkpoints.save(output / "checkpoints", step, processes.trained(), {"data": position}, config.trainer.keep)
+    driver = {"data": position, "reference": fingerprint(config.model.path)}
+    checkpoints.save(output / "checkpoints", step, processes.trained(), driver, config.trainer.keep)
+
+
+def _rescue(output: Path, step: int, processes: Processes, position: dict, config: TrainConfig) -> None:
+    """Save on the way out of an error, which stays the one to report: where ranks are gone, saving cannot work."""
+    try:
+        _save(output, step, processes, position, config)
+    except RemoteError as error:
+        print(f"step {step} could not be saved: {str(error).splitlines()[0]}")

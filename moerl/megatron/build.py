@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads

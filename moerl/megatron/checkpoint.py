@@ -16,7 +16,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from moerl.megatron.model import Model
 from moerl.megatron.optimizer import init_states, restore
 
-# Optimizer state stored per model parameter, under names that do not depend on how many optimizers were chained: it loads at another layout.
+# Optimizer state is stored a model parameter at a time, under names that do not depend on how many optimizers were chained:
+# it loads at another layout.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 

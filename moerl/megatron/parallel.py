@@ -15,7 +15,7 @@ from moerl.layout import ParallelLayout
 def start(layout: ParallelLayout, rank: int, master: str, device: str, *, seed: int, timeout_s: float = 600) -> None:
     """Join the world of `layout.world` ranks at `master` ("host:port") and build every process group.
 
-    `seed` fixes weight initialisation and dropout; tensor-parallel and expert ranks get their own streams from it, as Megatron defines them.
+    `seed` fixes the random state of every rank; tensor-parallel and expert ranks get their own streams from it, as Megatron defines them.
     """
     if device == "cpu":
         from moerl.megatron import cpu

@@ -31,7 +31,7 @@ VALUE_HEAD = "output_layer.weight"
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a parameter: part `index` of `parts` along its split dimension. `owner` is true on one rank of all that hold it."""
+    """One rank's part of a parameter: part `index` of `parts` along its split dimension. Of all ranks that hold it one is the `owner`."""
 
     name: str
     tensor: Tensor
@@ -117,7 +117,8 @@ def load_hf(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: in
     for shard in shards(chunks, arch, layout, rank, params, value_head=value_head):
         param = params[shard.name]
         if tuple(shard.tensor.shape) != param.local_shape(shard.parts):
-            raise ModelError(f"{shard.name}: Megatron's shard is {tuple(shard.tensor.shape)}, the map says {param.local_shape(shard.parts)}")
+            found, want = tuple(shard.tensor.shape), param.local_shape(shard.parts)
+            raise ModelError(f"{shard.name}: Megatron's shard is {found}, the map says {want}")
         box = torch.zeros(param.box(shard.parts), dtype=shard.tensor.dtype)
         for copy in copies(param, shard.parts, shard.index):
             box[copy.target] = reader.read(copy).to(box.dtype)

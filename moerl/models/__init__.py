@@ -4,6 +4,7 @@ and `carried(arch)` where its checkpoints have tensors that Megatron does not ho
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from moerl.models import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, llama, minimax_m2, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
@@ -12,11 +13,7 @@ from moerl.models.tensormap import Param
 
 FAMILIES = {
     "qwen3_moe": qwen3_moe, "qwen2_moe": qwen2_moe, "mixtral": mixtral, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
-    "deepseek_v2": deepseek_v2,
-    "deepseek_v3": deepseek_v3,
-    "kimi_k2": deepseek_v3,
-    "glm4_moe": glm4_moe,
-    "gpt_oss": gpt_oss,
+    "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "kimi_k2": deepseek_v3, "glm4_moe": glm4_moe, "gpt_oss": gpt_oss,
     "minimax_m2": minimax_m2,
 }
 
@@ -26,12 +23,15 @@ def read_arch(path: str | Path) -> Arch:
     file = Path(path) if Path(path).is_file() else Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(f"{path}: no Hugging Face checkpoint there (config.json is missing)")
-    config = json.loads(file.read_text())
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{file}: not valid JSON ({error})") from None
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
         raise ModelError(f"{file}: model_type {config.get('model_type')!r} is not supported (supported: {', '.join(FAMILIES)})")
     try:
-        return family.arch(config)
+        return replace(family.arch(config), context=config.get("max_position_embeddings") or 0)
     except KeyError as missing:
         raise ModelError(f"{file}: field {missing} is missing") from None
 

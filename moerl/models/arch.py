@@ -55,7 +55,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class Arch:
-    """Dimensions and switches of a decoder-only transformer. Widths are in elements of one token."""
+    """Dimensions and switches of a decoder-only transformer. Widths are in elements of one token, `context` in tokens (0: not stated)."""
 
     family: str
     layers: int
@@ -66,6 +66,7 @@ class Arch:
     vocab: int
     norm_eps: float
     rope_theta: float
+    context: int = 0
     tied_embeddings: bool = False
     ffn: int = 0
     qk_norm: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from moerl.layout import VOCAB_MULTIPLE
 from moerl.models.arch import Arch
 from moerl.models.tensormap import Param, Piece
 
@@ -130,10 +131,10 @@ def decoder(arch: Arch, *, moe: MoeMap = moe, moe_at: str = "mlp") -> Iterator[P
     `moe` maps a mixture-of-experts layer, which the checkpoint calls `moe_at`.
     """
     table = (arch.vocab, arch.hidden)
-    yield whole("embedding.word_embeddings.weight", "model.embed_tokens.weight", table, "first", split=0, padded=True)
+    yield whole("embedding.word_embeddings.weight", "model.embed_tokens.weight", table, "first", split=0, padded=VOCAB_MULTIPLE)
     for i in range(arch.layers):
         yield from layer(arch, i, moe=moe, moe_at=moe_at)
     yield whole("decoder.final_layernorm.weight", "model.norm.weight", (arch.hidden,), "last")
     head = "model.embed_tokens.weight" if arch.tied_embeddings else "lm_head.weight"
-    yield whole("output_layer.weight", head, table, "last", split=0, padded=True, tied=arch.tied_embeddings,
+    yield whole("output_layer.weight", head, table, "last", split=0, padded=VOCAB_MULTIPLE, tied=arch.tied_embeddings,
                 copied_as="lm_head.weight" if arch.tied_embeddings else None)

@@ -58,7 +58,7 @@ class Param:
     """One Megatron parameter (or persistent buffer) of the whole model, by its name with global layer and expert numbers.
 
     `rank` is the number of dimensions Megatron's tensor has; `stage` is the layer number, "first" (embedding) or "last" (final norm, head).
-    `padded` rows along `split` are zeros up to a multiple of the tensor-parallel size. A `tied` parameter is read but never exported; `copied_as`
+    With `padded` every shard is filled up with zeros to a multiple of that many rows. A `tied` parameter is read but never exported; `copied_as`
     is the name under which some checkpoints hold it a second time, which is then left aside.
     """
 
@@ -69,16 +69,18 @@ class Param:
     rank: int
     stage: int | str
     expert: int | None = None
-    padded: bool = False
+    padded: int = 0
     tied: bool = False
     copied_as: str | None = None
 
     def extent(self, parts: int) -> int:
         """Length of the split dimension on one of `parts` ranks."""
         whole = self.shape[self.split]
-        if whole % parts and not self.padded:
+        if self.padded:
+            return -(-whole // (parts * self.padded)) * self.padded
+        if whole % parts:
             raise ModelError(f"{self.name}: dimension {self.split} of {self.shape} is not divisible by {parts}")
-        return -(-whole // parts)
+        return whole // parts
 
     def box(self, parts: int) -> tuple[int, ...]:
         """Logical shape of one rank's shard."""
@@ -144,7 +146,7 @@ def partly_used(params: Iterable[Param]) -> dict[str, int]:
 
 
 class Assembler:
-    """Puts shards together into whole Hugging Face tensors and knows when one is complete."""
+    """Puts shards together into whole Hugging Face tensors."""
 
     def __init__(self, params: Mapping[str, Param]):
         self.params = params
@@ -173,7 +175,7 @@ class Assembler:
             self.filled[piece.name] += source.numel()
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """All tensors, each element written exactly once; otherwise an error naming the first ones that are not."""
+        """All tensors; an error naming the first ones that did not get as many elements as they have."""
         wrong = [
             f"{name}: {self.filled.get(name, 0)} of {prod(shape)} elements"
             for name, shape in hf_shapes(self.params.values()).items()

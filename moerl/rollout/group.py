@@ -76,6 +76,6 @@ class Rollout:
         }
         return [completions for answer in collect(refs).values() for completions in answer]
 
-    def shutdown(self) -> None:
-        for engine in self.engines.values():
-            engine.shutdown.remote()
+    def shutdown(self, timeout_s: float = 20) -> None:
+        """Let the engines stop their workers, which leave files in shared memory when they are killed; a dead engine is passed over."""
+        ray.wait([e.shutdown.remote() for e in self.engines.values()], num_returns=len(self.engines), timeout=timeout_s)

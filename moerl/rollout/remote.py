@@ -27,7 +27,7 @@ def collect(refs: Mapping[str, ray.ObjectRef], timeout_s: float | None = None) -
     pending, results, failures = list(names), {}, {}
     deadline = time.monotonic() + timeout_s if timeout_s else None
     while pending:
-        left = None if deadline is None else deadline - time.monotonic()
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready, pending = ray.wait(pending, num_returns=1, timeout=left)
         if not ready:
             late = ", ".join(names[ref] for ref in pending)

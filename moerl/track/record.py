@@ -36,8 +36,8 @@ def write_run(
         "config": config.model_dump(mode="json"),
         "seeds": dict(seeds),
         "git": git_state(Path(__file__).resolve()),
-        "packages": _packages(),
-        "hardware": _hardware(),
+        "packages": packages(),
+        "hardware": hardware(),
         "host": socket.gethostname(),
         "extra": dict(extra),
     }
@@ -73,7 +73,7 @@ def _git(source: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _packages() -> dict[str, str]:
+def packages() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -87,7 +87,7 @@ def _packages() -> dict[str, str]:
     return versions
 
 
-def _hardware() -> dict[str, Any]:
+def hardware() -> dict[str, Any]:
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu_model(),
