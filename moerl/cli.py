@@ -51,6 +51,15 @@ def sft(config: ConfigFile, set: Overrides = [], dry_run: DryRun = False, resume
 
 
 @app.command()
+def models(path: Annotated[Path | None, typer.Argument(help="checkpoint directory or config.json")] = None) -> None:
+    """Model families; with a path, the dimensions and parameter counts of that model."""
+    from moerl.models import listing
+
+    with user_errors():
+        print(listing.families() if path is None else listing.model(path))
+
+
+@app.command()
 def doctor() -> None:
     """Versions, hardware, and whether the parts moerl stands on are there and fit together."""
     from moerl.doctor import report

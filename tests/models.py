@@ -23,3 +23,49 @@ def write_qwen3_moe(path: Path, seed: int = 0, **changes) -> Path:
                 p.add_(torch.randn_like(p) * 0.1)
     model.float().save_pretrained(path)
     return path
+
+
+def write_deepseek(path: Path, version: int, seed: int = 0, mtp: bool = False, model_type: str | None = None, **changes) -> Path:
+    """A random DeepSeek-V2 or V3 of transformers' own class; with `mtp`, random tensors for its multi-token prediction layer."""
+    import json
+
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(seed)
+    options = dict(
+        vocab_size=131, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+        n_routed_experts=16, num_experts_per_tok=4, n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1,
+        routed_scaling_factor=2.5, rms_norm_eps=1e-3, max_position_embeddings=64, initializer_range=0.1, tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16, beta_fast=8.0,
+                             beta_slow=0.1, mscale=1.0, mscale_all_dim=0.7),
+        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )
+    kind, config = {2: (DeepseekV2ForCausalLM, DeepseekV2Config), 3: (DeepseekV3ForCausalLM, DeepseekV3Config)}[version]
+    if version == 3:
+        options["num_nextn_predict_layers"] = int(mtp)
+    model = kind(config(**(options | changes)))
+    with torch.no_grad():
+        for name, p in (*model.named_parameters(), *model.named_buffers()):
+            if "norm" in name:
+                p.add_(torch.randn_like(p) * 0.1)
+            elif "gate." in name:  # scores and bias of the same size, so that both decide
+                p.copy_(torch.randn_like(p) * 0.2)
+    model.float().save_pretrained(path)
+    if model_type:
+        file = path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}))
+    if mtp:
+        add_carried(path)
+    return path
+
+
+def add_carried(path: Path) -> None:
+    """Give a checkpoint random values for the tensors that it may carry, in a second file."""
+    import torch
+    from safetensors.torch import save_file
+
+    from moerl.models import carried_of, read_arch
+
+    save_file({name: torch.randn(shape) for name, shape in carried_of(read_arch(path)).items()}, path / "mtp.safetensors")

@@ -13,10 +13,10 @@ from moerl.controller import checkpoints
 from moerl.controller.group import Role, WorkerGroup
 from moerl.controller.placement import Cluster, Placement, check_tokenizer, max_tokens, place
 from moerl.controller.worker import ModelSpec
-from moerl.models import params_of, read_arch
-from moerl.models.arch import Arch
+from moerl.models import carried_of, params_of, read_arch
+from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader, write_hf
-from moerl.models.tensormap import Assembler, hf_shapes
+from moerl.models.tensormap import Assembler
 from moerl.rollout.group import Rollout
 from moerl.track.record import finish_run, write_run
 
@@ -41,7 +41,10 @@ def plan(config: RunConfig) -> Plan:
 
     arch = read_arch(config.model.path)
     placement = place(config, arch)
-    HFReader(config.model.path).check(hf_shapes(params_of(arch).values()))
+    reader = HFReader(config.model.path)
+    reader.fit(params_of(arch), carried_of(arch))
+    if placement.engines and reader.quantized:
+        raise ModelError(f"{config.model.path}: an engine of quantized weights cannot take the trained ones: start from an unquantized copy")
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     check_tokenizer(tokenizer, arch, config.model.path)
     return Plan(config, arch, placement, tokenizer)
@@ -121,7 +124,8 @@ class Processes:
         for shards in self.roles["actor"].shards():
             for shard in shards:
                 whole.add(*shard)
-        return write_hf(path, whole.finish(), side_files, dtype=dtype)
+        carried = HFReader(side_files).carried(carried_of(self.arch), dtype)
+        return write_hf(path, whole.finish() | carried, side_files, dtype=dtype)
 
     def shutdown(self) -> None:
         if getattr(self, "rollout", None):

@@ -90,12 +90,15 @@ def _replace_tensor_methods() -> None:
 def _replace_in_megatron() -> None:
     import numpy as np
     from megatron.core.tensor_parallel import random as mrandom
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     mrandom._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     mrandom._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False  # 0.16 takes its own placeholders for Transformer Engine
     real_move = token_dispatcher.maybe_move_tensor_to_cpu
 
     def move(tensor, as_numpy=False, record_stream=False):

@@ -47,7 +47,31 @@ def build_optimizer(chunks: list[DistributedDataParallel], *, lr: float, betas: 
         optimizer="adam", lr=lr, adam_beta1=betas[0], adam_beta2=betas[1], adam_eps=eps, weight_decay=weight_decay,
         clip_grad=clip_grad, bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    for part in _parts(optimizer):
+        part.get_parameter_state_dp_zero = _with_bucket_padding(part, part.get_parameter_state_dp_zero)
+    return optimizer
+
+
+def _with_bucket_padding(part, gather):
+    """Megatron-core's gathered state, on its way to a checkpoint, with every bucket at its place in the buffer.
+
+    It comes as buckets end to end without their padding and is then read at the parameters' places in the padded buffer. A table that two
+    pipeline stages share has a bucket of its own, so the state of all parameters behind it would be saved shifted.
+    """
+
+    def gathered(*args, **kwargs):
+        state = gather(*args, **kwargs)
+        for i, buffer in enumerate(part.buffers if state is not None else ()):
+            for tensors in state[i].values():
+                for key, flat in [(k, t) for k, t in tensors.items() if torch.is_tensor(t)]:
+                    tensors[key], at = flat.new_zeros(buffer.numel), 0
+                    for bucket in buffer.buckets:
+                        tensors[key][bucket.offset : bucket.offset + bucket.numel_unpadded] = flat[at : at + bucket.numel_unpadded]
+                        at += bucket.numel_unpadded
+        return state
+
+    return gathered
 
 
 def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:

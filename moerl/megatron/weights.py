@@ -11,18 +11,21 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from moerl.layout import ParallelLayout
+from moerl.models import carried_of
 from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader
-from moerl.models.tensormap import Param, copies, hf_shapes
+from moerl.models.tensormap import Param, copies
 
 # Transformer Engine fuses these norms into the projection that follows them.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
-GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc\d)\.weight(\d+)$")
+GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc\d)\.(weight|bias)(\d+)$")
 VALUE_HEAD = "output_layer.weight"
 
 
@@ -47,7 +50,7 @@ def _global_name(local: str, layers: range, first_expert: int) -> str:
     if expert := EXPERT.match(rest):
         rest = f"mlp.experts.{first_expert + int(expert[1])}.{expert[2]}"
     elif expert := GROUPED_EXPERT.match(rest):
-        rest = f"mlp.experts.{first_expert + int(expert[2])}.{expert[1]}.weight"
+        rest = f"mlp.experts.{first_expert + int(expert[3])}.{expert[1]}.{expert[2]}"
     return f"decoder.layers.{layer}.{rest}"
 
 
@@ -92,15 +95,17 @@ def mark_parallel(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, ra
     """Tell Megatron what each parameter is, as the map knows it.
 
     Shards: the gradient norm counts every other parameter on one tensor-parallel rank only. Experts: their gradients are summed over the
-    expert-data-parallel ranks. Megatron marks them so only when ep > 1, and at ep = 1 with etp < tp would leave the sum out.
+    expert-data-parallel ranks. Megatron marks them so only when ep > 1, and at ep = 1 with etp < tp would leave the sum out. An expert's
+    output bias is whole on its rank (etp is 1), yet no other tensor-parallel rank has the same one: it counts as a shard, and Megatron's
+    mark for a sum over tensor-parallel ranks, where other experts stand, is taken off.
     """
     for shard in shards(chunks, arch, layout, rank, params, value_head=value_head, detach=False):
         param = params[shard.name]
-        if param.split is not None:
-            dim = max(0, param.split - len(param.shape) + param.rank)
+        if param.split is not None or param.expert is not None:
+            dim = max(0, (param.split or 0) - len(param.shape) + param.rank)
             shard.tensor.tensor_model_parallel, shard.tensor.partition_dim, shard.tensor.partition_stride = True, dim, 1
         if param.expert is not None:
-            shard.tensor.allreduce = False
+            shard.tensor.allreduce = shard.tensor.sequence_parallel = False
 
 
 @torch.no_grad()
@@ -108,7 +113,7 @@ def load_hf(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: in
             value_head: bool = False) -> None:
     """Fill this rank's shards from the checkpoint at `path`, reading only the boxes it owns; the value head is left as it is."""
     reader = HFReader(path)
-    reader.check(hf_shapes(params.values()))
+    params = reader.fit(params, carried_of(arch))
     for shard in shards(chunks, arch, layout, rank, params, value_head=value_head):
         param = params[shard.name]
         if tuple(shard.tensor.shape) != param.local_shape(shard.parts):

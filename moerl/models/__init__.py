@@ -1,20 +1,26 @@
-"""Model families. A family is one module with `arch(hf_config) -> Arch` and `params(arch) -> Iterator[Param]`."""
+"""Model families. A family is one module with `arch(hf_config) -> Arch` and `params(arch) -> Iterator[Param]`,
+and `carried(arch)` where its checkpoints have tensors that Megatron does not hold."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from moerl.models import qwen3_moe
+from moerl.models import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, llama, minimax_m2, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from moerl.models.arch import Arch, ModelError
 from moerl.models.tensormap import Param
 
-FAMILIES = {"qwen3_moe": qwen3_moe}
+FAMILIES = {
+    "qwen3_moe": qwen3_moe, "qwen2_moe": qwen2_moe, "mixtral": mixtral, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
+    "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "kimi_k2": deepseek_v3, "glm4_moe": glm4_moe, "gpt_oss": gpt_oss,
+    "minimax_m2": minimax_m2,
+}
 
 
 def read_arch(path: str | Path) -> Arch:
-    """The architecture of the Hugging Face checkpoint in directory `path`."""
-    file = Path(path) / "config.json"
+    """The architecture of the Hugging Face checkpoint in directory `path`, or of a configuration file."""
+    file = Path(path) if Path(path).is_file() else Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(f"{path}: no Hugging Face checkpoint there (config.json is missing)")
     try:
@@ -25,7 +31,7 @@ def read_arch(path: str | Path) -> Arch:
     if family is None:
         raise ModelError(f"{file}: model_type {config.get('model_type')!r} is not supported (supported: {', '.join(FAMILIES)})")
     try:
-        return family.arch(config)
+        return replace(family.arch(config), context=config.get("max_position_embeddings") or 0)
     except KeyError as missing:
         raise ModelError(f"{file}: field {missing} is missing") from None
 
@@ -33,3 +39,9 @@ def read_arch(path: str | Path) -> Arch:
 def params_of(arch: Arch) -> dict[str, Param]:
     """The family's tensor map by Megatron name."""
     return {p.name: p for p in FAMILIES[arch.family].params(arch)}
+
+
+def carried_of(arch: Arch) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors that a checkpoint may have and no Megatron model holds: they stay in a checkpoint as they are."""
+    family = FAMILIES[arch.family]
+    return family.carried(arch) if hasattr(family, "carried") else {}

@@ -12,6 +12,48 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: ranks of the query (None: not compressed) and key/value latents, widths of one head's parts.
+
+    A head's query and key are `nope` elements without and `rope` elements with rotary position, its value has `value` elements.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN scaling of rotary positions (Peng et al. 2023); `original` is the context length before scaling.
+
+    Cosine and sine are scaled by m(mscale) / m(mscale_all_dim), latent attention's scores by m(mscale_all_dim)^2, with
+    m(s) = 0.1 s ln(factor) + 1 (1 for factors up to 1). `truncate` rounds the first and last scaled dimension to whole numbers.
+    """
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Frequencies of Llama 3.1: wavelengths above `original / low` tokens are stretched by `factor`, those below `original / high` kept."""
+
+    factor: float
+    low: float
+    high: float
+    original: int
+
+
+@dataclass(frozen=True)
 class Arch:
     """Dimensions and switches of a decoder-only transformer. Widths are in elements of one token, `context` in tokens (0: not stated)."""
 
@@ -35,6 +77,24 @@ class Arch:
     norm_topk: bool = True
     expert_bias: bool = False
     dense_layers: frozenset[int] = frozenset()
+    # Experts are chosen from `group_topk` of `expert_groups` groups, each scored by its `group_best` best experts (0: topk // group_topk).
+    expert_groups: int = 0
+    group_topk: int = 0
+    group_best: int = 0
+    routed_scale: float = 1.0
+    shared_ffn: int = 0
+    latent: Latent | None = None
+    yarn: Yarn | None = None
+    mtp_layers: int = 0
+    rotary_percent: float = 1.0  # the first part of every head that is rotated
+    wide_qk_norm: bool = False  # one norm over all query heads and one over all key heads, before they are split
+    linear_bias: bool = False  # every linear layer has one, router and experts too
+    swiglu_limit: float = 0.0  # (up + 1) * gate * sigmoid(1.702 gate) with both clamped, instead of up * silu(gate)
+    window: int = 0  # `window_layers` look back at so many tokens, their own counted
+    window_layers: frozenset[int] = frozenset()
+    sinks: bool = False  # one learned logit a head that takes part in the softmax and has no value
+    shared_expert_gate: bool = False
+    llama3_rope: Llama3Rope | None = None
 
     def is_moe(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense_layers
@@ -43,4 +103,5 @@ class Arch:
         return ModelDims(
             layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, vocab=self.vocab,
             ffn=self.ffn, experts=self.experts, expert_ffn=self.expert_ffn,
+            shared_expert_ffn=self.shared_ffn,
         )

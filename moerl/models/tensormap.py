@@ -10,8 +10,8 @@ the cut array with its leading dimensions merged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -21,12 +21,36 @@ from moerl.models.arch import ModelError
 
 @dataclass(frozen=True)
 class Piece:
-    """One Hugging Face tensor in a parameter: `shape` is its own, `view` the same elements at the parameter's rank, `start` its corner."""
+    """A box of one Hugging Face tensor inside a parameter.
+
+    `shape` is the tensor's own. The box begins at `corner` and is `extent` long; left out, it is the whole tensor. `view` are the same
+    elements at the parameter's rank, `start` where they begin there. `others` are further spellings of the same elements (same view and
+    start): a checkpoint may be read in any of them and is written in this one.
+    A tensor that is stored transposed or interleaved has `order`: dimension d of the view is dimension order[d] of the box's elements as
+    they are stored.
+    """
 
     name: str
     shape: tuple[int, ...]
     view: tuple[int, ...]
     start: tuple[int, ...]
+    corner: tuple[int, ...] | None = None
+    extent: tuple[int, ...] | None = None
+    others: tuple[Piece, ...] = ()
+    order: tuple[int, ...] | None = None
+
+    def box(self) -> tuple[slice, ...]:
+        """The elements of the Hugging Face tensor that belong to the piece."""
+        extent = self.extent or self.shape
+        corner = self.corner or (0,) * len(extent)
+        return tuple(slice(c, c + n) for c, n in zip(corner, extent))
+
+    def arrange(self, stored: torch.Tensor) -> torch.Tensor:
+        """The box's elements as the view, sharing memory."""
+        if self.order is None:
+            return stored.view(self.view)
+        lengths = dict(zip(self.order, self.view))
+        return stored.view([lengths[d] for d in range(len(self.view))]).permute(self.order)
 
 
 @dataclass(frozen=True)
@@ -34,7 +58,8 @@ class Param:
     """One Megatron parameter (or persistent buffer) of the whole model, by its name with global layer and expert numbers.
 
     `rank` is the number of dimensions Megatron's tensor has; `stage` is the layer number, "first" (embedding) or "last" (final norm, head).
-    With `padded` every shard is filled up with zeros to a multiple of that many rows. A `tied` parameter is read but never exported.
+    With `padded` every shard is filled up with zeros to a multiple of that many rows. A `tied` parameter is read but never exported;
+    `copied_as` is the name under which some checkpoints hold it a second time, which is then left aside.
     """
 
     name: str
@@ -46,6 +71,7 @@ class Param:
     expert: int | None = None
     padded: int = 0
     tied: bool = False
+    copied_as: str | None = None
 
     def extent(self, parts: int) -> int:
         """Length of the split dimension on one of `parts` ranks."""
@@ -101,6 +127,24 @@ def hf_shapes(params: Iterable[Param]) -> dict[str, tuple[int, ...]]:
     return {p.name: p.shape for param in params if not param.tied for p in param.pieces}
 
 
+def spelled(params: Mapping[str, Param], names: Container[str]) -> dict[str, Param]:
+    """The map in the spelling of a checkpoint that holds tensors `names`; a piece that is there in no spelling keeps its own."""
+
+    def found(piece: Piece) -> Piece:
+        return next((p for p in (piece, *piece.others) if p.name in names), piece)
+
+    return {name: replace(param, pieces=tuple(map(found, param.pieces))) for name, param in params.items()}
+
+
+def partly_used(params: Iterable[Param]) -> dict[str, int]:
+    """Hugging Face tensors whose pieces do not add up to all of their elements, with the number of elements that they do add up to."""
+    used: dict[str, int] = {}
+    params = [p for p in params if not p.tied]
+    for piece in (piece for param in params for piece in param.pieces):
+        used[piece.name] = used.get(piece.name, 0) + prod(piece.view)
+    return {name: used[name] for name, shape in hf_shapes(params).items() if used[name] != prod(shape)}
+
+
 class Assembler:
     """Puts shards together into whole Hugging Face tensors."""
 
@@ -108,12 +152,16 @@ class Assembler:
         self.params = params
         self.tensors: dict[str, torch.Tensor] = {}
         self.filled: dict[str, int] = {}
+        self.taken: set[tuple[str, int]] = set()
 
     def add(self, name: str, shard: torch.Tensor, parts: int, index: int) -> None:
         """Take one rank's shard of parameter `name` (Megatron's local tensor)."""
         param = self.params[name]
         if param.tied:
             return
+        if (name, index) in self.taken:
+            raise ModelError(f"{name}: shard {index} of {parts} came twice")
+        self.taken.add((name, index))
         if tuple(shard.shape) != param.local_shape(parts):
             raise ModelError(f"{name}: shard {index} of {parts} has shape {tuple(shard.shape)}, the map says {param.local_shape(parts)}")
         box = shard.reshape(param.box(parts))
@@ -123,7 +171,7 @@ class Assembler:
                 self.tensors[piece.name] = torch.empty(piece.shape, dtype=shard.dtype)
                 self.filled[piece.name] = 0
             source = box[copy.target]
-            self.tensors[piece.name].view(piece.view)[copy.source].copy_(source)
+            piece.arrange(self.tensors[piece.name][piece.box()])[copy.source].copy_(source)
             self.filled[piece.name] += source.numel()
 
     def finish(self) -> dict[str, torch.Tensor]:

@@ -36,10 +36,12 @@ def read_header(path: str | Path) -> Header:
 
 
 def checkpoint_header(model: str) -> Header:
-    """Shape and dtype of every tensor of a Hugging Face checkpoint directory (one file or an indexed set).
+    """Shape and dtype of every tensor of a Hugging Face checkpoint directory (one file or an indexed set), stored frequencies left out.
 
     Raises ValueError when the directory holds no safetensors file.
     """
+    from moerl.models.checkpoint import FREQUENCIES
+
     directory = Path(model)
     index = directory / "model.safetensors.index.json"
     if index.exists():
@@ -48,7 +50,8 @@ def checkpoint_header(model: str) -> Header:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{model} holds no .safetensors file, so the names and shapes it needs are unknown")
-    return {name: entry for file in files for name, entry in read_header(file).items()}
+    entries = {name: entry for file in files for name, entry in read_header(file).items()}
+    return {name: entry for name, entry in entries.items() if not name.endswith(FREQUENCIES)}
 
 
 def check_header(needed: Header, given: Header) -> None:

@@ -12,11 +12,14 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moerl.reshard.receiver import checkpoint_header, layer_order
+from moerl.models import params_of, read_arch
+from moerl.models.tensormap import hf_shapes
+from moerl.reshard.receiver import Header, checkpoint_header, layer_order
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +87,16 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             file.write(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
 
 
+def needed_header(model: str) -> Header:
+    """Names and shapes of a whole set of weights as a sync brings it: in the tensor map's spelling, whatever the start checkpoint's.
+
+    The dtype is the checkpoint's where it has a tensor of that name, else any float.
+    """
+    stored = checkpoint_header(model)
+    shapes = hf_shapes(params_of(read_arch(model)).values())
+    return {name: (shape, stored[name][1] if name in stored else "BF16") for name, shape in shapes.items()}
+
+
 class RolloutEngine:
     """A vLLM engine over `tp` workers that serves one known version of the weights at a time.
 
@@ -120,7 +133,7 @@ class RolloutEngine:
             raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
         if not Path(model, "config.json").is_file():
             raise ValueError(f"model {model} must be a local Hugging Face checkpoint directory, with a config.json")
-        self._needed = checkpoint_header(model)
+        self._needed = needed_header(model)
         self._version: int | None = None
         self._incomplete = False
         self._max_model_len = max_model_len
@@ -216,8 +229,10 @@ class RolloutEngine:
                 self._engine.abort_request(list(pending))
         return results
 
-    def load_weights(self, tensors: dict[str, torch.Tensor], version: int) -> float:
+    def load_weights(self, tensors: dict[str, torch.Tensor], version: int, without: Iterable[str] = ()) -> float:
         """Replace all weights by `tensors` (Hugging Face names, full tensors) and serve them as `version`.
+
+        The checkpoint's tensors `without` may be left out: ones that vLLM's model does not hold.
 
         All or nothing: names, shapes and dtypes are checked on every worker before any weight is touched. While it
         runs, /dev/shm holds the whole model. Returns the seconds it took.
@@ -229,7 +244,8 @@ class RolloutEngine:
         path = SHARED_MEMORY / f"moerl-weights-{os.getpid()}-{uuid.uuid4().hex}.safetensors"
         try:
             write_safetensors(path, tensors)
-            self._call(ValueError, "moerl_check_weights", str(path), self._needed)
+            needed = {name: entry for name, entry in self._needed.items() if name not in without}
+            self._call(ValueError, "moerl_check_weights", str(path), needed)
             self._version, self._incomplete = None, True
             self._call(RuntimeError, "moerl_load_weights", str(path))
             if not self._engine.reset_prefix_cache():  # its keys and values belong to the old weights

@@ -9,7 +9,7 @@ import numpy as np
 import ray
 import torch
 
-from moerl.models import params_of
+from moerl.models import carried_of, params_of
 from moerl.models.arch import Arch
 from moerl.models.tensormap import Assembler
 from moerl.rollout.engine import Completion, RolloutEngine
@@ -34,7 +34,7 @@ class EngineActor:
         for shards in ranks:
             for shard in shards:
                 whole.add(*shard)
-        self.engine.load_weights(whole.finish(), version)
+        self.engine.load_weights(whole.finish(), version, without=carried_of(arch))
         return time.perf_counter() - start
 
     def generate(self, prompts: list[list[int]], options: dict) -> list[list[Completion]]:
