@@ -248,7 +248,7 @@ def test_float8_engines_are_refused_before_anything_starts(tiny, tmp_path):
 
     write_float8(tiny("v3"), tmp_path / "fp8")
     (tmp_path / "run.yaml").write_text(RUN.replace("PATH", str(tmp_path)))
-    with pytest.raises(ModelError, match="fp8: an engine serving quantized weights cannot take the trained weights"):
+    with pytest.raises(ModelError, match="fp8: an engine of quantized weights cannot take the trained ones"):
         plan(load(tmp_path / "run.yaml", TrainConfig))
 
 
