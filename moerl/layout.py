@@ -31,8 +31,7 @@ _GROUPS = {
 GROUP_KINDS = tuple(_GROUPS)
 
 
-# Megatron's own padding of the vocabulary, a rank. Its gradient buffers start a shared embedding at a multiple of 128 elements, and its
-# distributed checkpoints lose count of the parameters behind one that does not end there.
+# Megatron's own padding of the vocabulary, in rows a rank: tables then fill whole blocks of its gradient buffers, which are 128 long.
 VOCAB_MULTIPLE = 128
 
 

@@ -197,29 +197,23 @@ cluster.shutdown()
 '''
 
 
-def test_a_cluster_of_two_nodes(home):
-    """The same command on a running Ray of two nodes of two slots each: ranks on both, the engine's workers on one."""
+def on_two_nodes(home: Path, output: str, *arguments: str) -> subprocess.CompletedProcess:
+    """The command, told the address of a Ray cluster that lives as long as it runs."""
     server = subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         address = server.stdout.readline().strip()
-        done = moerl(
-            home, "--set", f"trainer.output={home}/two", "--set", f"cluster.address={address}", "--set", "trainer.steps=1",
-            "--set", "algorithm.name=grpo",
-        )
+        return moerl(home, "--set", f"trainer.output={home}/{output}", "--set", f"cluster.address={address}", *arguments)
     finally:
         server.communicate("", timeout=60)
+
+
+def test_a_cluster_of_two_nodes(home):
+    """The same command on a running Ray of two nodes of two slots each: ranks on both, the engine's workers on one."""
+    done = on_two_nodes(home, "two", "--set", "trainer.steps=1", "--set", "algorithm.name=grpo")
     assert done.returncode == 0, done.stderr
     assert read(home / "two" / "metrics.jsonl")[0]["mismatch/max_logp_gap"] < 1e-3
 
 
 def test_too_small_a_cluster_is_named(home):
-    server = subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        address = server.stdout.readline().strip()
-        done = moerl(
-            home, "--set", f"trainer.output={home}/small", "--set", f"cluster.address={address}", "--set", "actor.layout.dp=2",
-            "--set", "cluster.start_timeout_s=3",
-        )
-    finally:
-        server.communicate("", timeout=60)
+    done = on_two_nodes(home, "small", "--set", "actor.layout.dp=2", "--set", "cluster.start_timeout_s=3")
     assert done.returncode == 1 and "needs 8 CPUs, the Ray cluster offers 4" in done.stderr and "Traceback" not in done.stderr

@@ -62,8 +62,7 @@ class Role:
 
     def update(self, method: str, samples: list[Sample], *args) -> dict[str, float]:
         """One optimizer step. The numbers are weighted sums over all ranks, divided by the sum of the weights: means of the batch."""
-        plan = self._plan(samples)
-        results = self.group.call(method, *args, per_dp=[[[samples[i] for i in micro] for micro in part] for part in plan])
+        _, results = self._run(samples, method, *args)
         answers = [results[rank] for rank in self.group.speakers()]
         keys = dict.fromkeys(key for a in answers for key in a["sums"])  # a rank without samples has none
         weight = sum(float(s.fields["weights"].sum()) for s in samples) or 1.0
@@ -85,17 +84,17 @@ class Role:
     def load(self, path: str) -> None:
         self.group.call("load", self.name, path)
 
-    def _plan(self, samples: list[Sample]) -> list[list[list[int]]]:
+    def _run(self, samples: list[Sample], method: str, *args) -> tuple[list[list[list[int]]], list]:
+        """Schedule the samples and call `method` with its micro-batches on every rank: the schedule, and the results by rank."""
         layout = self.group.layout
-        return micro_batches(
+        plan = micro_batches(
             [len(s.tokens) for s in samples], layout.dp, self.max_tokens, align=layout.tp,
             count_multiple=layout.pp if layout.vpp > 1 else 1,
         )
+        return plan, self.group.call(method, *args, per_dp=[[[samples[i] for i in micro] for micro in part] for part in plan])
 
     def _score(self, samples: list[Sample], keys: tuple[str, ...], method: str, *args) -> list[list[np.ndarray]]:
-        plan = self._plan(samples)
-        bare = [Sample(s.tokens, s.prompt) for s in samples]
-        results = self.group.call(method, *args, per_dp=[[[bare[i] for i in micro] for micro in part] for part in plan])
+        plan, results = self._run([Sample(s.tokens, s.prompt) for s in samples], method, *args)
         answers = [[None] * len(samples) for _ in keys]
         for rank, part in zip(self.group.speakers(), plan):
             for micro, result in zip(part, results[rank]):

@@ -16,7 +16,7 @@ from moerl.controller.worker import ModelSpec
 from moerl.models import carried_of, params_of, read_arch
 from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader, write_hf
-from moerl.models.tensormap import Assembler
+from moerl.models.tensormap import assemble
 from moerl.rollout.group import Rollout
 from moerl.track.record import finish_run, write_run
 
@@ -44,7 +44,7 @@ def plan(config: RunConfig) -> Plan:
     reader = HFReader(config.model.path)
     reader.fit(params_of(arch), carried_of(arch))
     if placement.engines and reader.quantized:
-        raise ModelError(f"{config.model.path}: an engine of quantized weights cannot take the trained ones: start from an unquantized copy")
+        raise ModelError(f"{config.model.path}: an engine of quantized weights cannot take the trained ones; start from a plain copy")
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     check_tokenizer(tokenizer, arch, config.model.path)
     return Plan(config, arch, placement, tokenizer)
@@ -69,7 +69,7 @@ def prepare_output(config: RunConfig, resume: bool) -> Path | None:
 
 
 class Processes:
-    """The processes of a run and the models in them. Everything starts at once; the constructor returns when all is ready."""
+    """The processes of a run and the models in them; the constructor returns when all is ready."""
 
     def __init__(self, plan: Plan):
         self.arch, self.roles = plan.arch, {}
@@ -120,12 +120,9 @@ class Processes:
 
     def export(self, path: Path, side_files: str, dtype: str) -> Path:
         """Write the actor as a Hugging Face checkpoint."""
-        whole = Assembler(params_of(self.arch))
-        for shards in self.roles["actor"].shards():
-            for shard in shards:
-                whole.add(*shard)
+        tensors = assemble(params_of(self.arch), self.roles["actor"].shards())
         carried = HFReader(side_files).carried(carried_of(self.arch), dtype)
-        return write_hf(path, whole.finish() | carried, side_files, dtype=dtype)
+        return write_hf(path, tensors | carried, side_files, dtype=dtype)
 
     def shutdown(self) -> None:
         if getattr(self, "rollout", None):

@@ -35,13 +35,15 @@ class Ready:
     plan: Plan
     reward: Callable
     stream: PromptStream
+    reference: str  # fingerprint of the checkpoint that actor, critic and reference start from
 
 
 def prepare(config: TrainConfig) -> Ready:
     planned = plan(config)
     reward = load_reward(config.reward.function)
     prompts = load_prompts(config.data, planned.tokenizer, config.trainer.seed)
-    return Ready(config, planned, reward, PromptStream(prompts, config.trainer.seed, config.data.shuffle))
+    stream = PromptStream(prompts, config.trainer.seed, config.data.shuffle)
+    return Ready(config, planned, reward, stream, fingerprint(config.model.path))
 
 
 def train(config: TrainConfig, *, resume: bool = False, command: list[str] = ()) -> Path:
@@ -81,7 +83,7 @@ def loop(ready: Ready, processes: Processes, metrics: Metrics, output: Path, don
             except (RewardError, RemoteError, KeyboardInterrupt):
                 # Until the update begins, what is trained is whole: keep it, with the prompts of this step unconsumed.
                 if done > saved:
-                    _rescue(output, done, processes, position, config)
+                    _rescue(ready, output, done, processes, position)
                 raise
             with progress.phase("update"):
                 updates = update(experience, processes, config, step)
@@ -92,7 +94,7 @@ def loop(ready: Ready, processes: Processes, metrics: Metrics, output: Path, don
             metrics.log(step, values)
             if step == steps or (every and step % every == 0):
                 with progress.phase("checkpoint"):
-                    _save(output, step, processes, ready.stream.state(), config)
+                    _save(ready, output, step, processes, ready.stream.state())
                 saved = step
             progress.end(values)
 
@@ -200,7 +202,7 @@ def restore_driver(ready: Ready, path: Path) -> int:
     """Set the prompts to where the checkpoint left them and check that it belongs to this run. Returns its step."""
     roles = roles_of(ready.config)
     state = checkpoints.read(path, [name for name in roles if name != "reference"])
-    if "reference" in roles and state["reference"] != fingerprint(ready.config.model.path):
+    if "reference" in roles and state["reference"] != ready.reference:
         raise checkpoints.CheckpointError(
             f"{path}: was trained against another reference than what is now in {ready.config.model.path} (its files changed)"
         )
@@ -208,14 +210,14 @@ def restore_driver(ready: Ready, path: Path) -> int:
     return state["step"]
 
 
-def _save(output: Path, step: int, processes: Processes, position: dict, config: TrainConfig) -> None:
-    driver = {"data": position, "reference": fingerprint(config.model.path)}
-    checkpoints.save(output / "checkpoints", step, processes.trained(), driver, config.trainer.keep)
+def _save(ready: Ready, output: Path, step: int, processes: Processes, position: dict) -> None:
+    driver = {"data": position, "reference": ready.reference}
+    checkpoints.save(output / "checkpoints", step, processes.trained(), driver, ready.config.trainer.keep)
 
 
-def _rescue(output: Path, step: int, processes: Processes, position: dict, config: TrainConfig) -> None:
+def _rescue(ready: Ready, output: Path, step: int, processes: Processes, position: dict) -> None:
     """Save on the way out of an error, which stays the one to report: where ranks are gone, saving cannot work."""
     try:
-        _save(output, step, processes, position, config)
+        _save(ready, output, step, processes, position)
     except RemoteError as error:
         print(f"step {step} could not be saved: {str(error).splitlines()[0]}")

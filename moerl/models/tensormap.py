@@ -184,3 +184,12 @@ class Assembler:
         if wrong:
             raise ModelError(f"{len(wrong)} tensors are not covered exactly once: " + "; ".join(wrong[:5]))
         return self.tensors
+
+
+def assemble(params: Mapping[str, Param], ranks: Iterable[Iterable[tuple[str, torch.Tensor, int, int]]]) -> dict[str, torch.Tensor]:
+    """Whole Hugging Face tensors from the shards (name, tensor, parts, index) of all ranks."""
+    whole = Assembler(params)
+    for shards in ranks:
+        for shard in shards:
+            whole.add(*shard)
+    return whole.finish()
