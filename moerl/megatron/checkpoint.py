@@ -15,18 +15,30 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from moerl.megatron.model import Model
 from moerl.megatron.optimizer import init_states, restore
+from moerl.models.dist_keys import canonical
+from moerl.models.tensormap import Param
 
+EXTRA = "_extra_state"  # Transformer Engine's slot for FP8 scales in every layer
 # Optimizer state is stored a model parameter at a time, under names that do not depend on how many optimizers were chained:
 # it loads at another layout.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+# A layer has names of its own, also where all layers are alike.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True, "non_homogeneous_layers": True}
 
 
 def _model_state(model: Model) -> dict:
     state = {}
     for i, chunk in enumerate(model.bare()):
         key = f"model{i}" if len(model.chunks) > 1 else "model"
-        state[key] = chunk.sharded_state_dict(metadata=dict(METADATA))
+        state[key] = _named_alike(chunk.sharded_state_dict(metadata=dict(METADATA)), model.params)
     return state
+
+
+def _named_alike(state: dict, params: dict[str, Param]) -> dict:
+    """The state under the names that it has with Transformer Engine, and without that library's (here empty) FP8 scales."""
+    kept = {name: item for name, item in state.items() if not name.endswith(EXTRA)}
+    for item in kept.values():
+        item.key = canonical(item.key, params)
+    return kept
 
 
 def _rng_state() -> dict:
@@ -94,7 +106,6 @@ def load(model: Model, path: str) -> None:
 
 def _load_chunk(chunk: torch.nn.Module, state: dict) -> None:
     answer = chunk.load_state_dict(state, strict=False)
-    # Transformer Engine's slot for FP8 scales exists in every layer and is empty without it.
-    wrong = [k for k in (*answer.missing_keys, *answer.unexpected_keys) if not k.endswith("_extra_state")]
+    wrong = [k for k in (*answer.missing_keys, *answer.unexpected_keys) if not k.endswith(EXTRA)]
     if wrong:
         raise ValueError(f"checkpoint does not fit the model: {len(wrong)} tensors, first {wrong[0]}")

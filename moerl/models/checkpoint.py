@@ -6,31 +6,31 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from moerl.models.arch import ModelError
+from moerl.models.files import DTYPES, SafetensorsFile, Stored
+from moerl.models.fp8 import dequantize
 from moerl.models.mxfp4 import BLOCKS, SCALES, Mxfp4
 from moerl.models.tensormap import Copy, Param, hf_shapes, partly_used, spelled
 
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"
 FREQUENCIES = ".rotary_emb.inv_freq"  # in some checkpoints (Moonlight, Kimi-K2); computed anew by everyone who reads them
-SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-              "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".msgpack", ".h5"}
 
 
 class BlockScaled:
-    """A float8 matrix with one float32 scale a block, read as float32: slicing gives weight * scale of those elements."""
+    """A float8 matrix with one float32 scale a block, read as `dtype`: slicing gives weight * scale of those elements."""
 
-    def __init__(self, weight, scale: torch.Tensor, block: tuple[int, int]):
-        self.weight, self.scale, self.block = weight, scale, block
+    def __init__(self, weight, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype):
+        self.weight, self.scale, self.block, self.dtype = weight, scale, block, dtype
 
     def get_shape(self) -> list[int]:
         return self.weight.get_shape()
@@ -38,22 +38,21 @@ class BlockScaled:
     def __getitem__(self, index) -> torch.Tensor:
         index = index if isinstance(index, tuple) else (index,)
         spans = [range(n)[i] for n, i in zip(self.get_shape(), (*index, slice(None), slice(None)))]
-        rows, columns = (torch.tensor(span) // size for span, size in zip(spans, self.block))
         box = self.weight[tuple(slice(s.start, s.stop) for s in spans)]
-        return box.float() * self.scale[rows[:, None], columns]
+        return dequantize(box, self.scale, self.block, corner=(spans[0].start, spans[1].start), dtype=self.dtype)
 
 
 class HFReader:
     """Slices of the tensors of a safetensors checkpoint; only the bytes asked for are read.
 
-    A `weight` in float8 with `weight_scale_inv` beside it (in any file) reads as the float32 product.
+    A `weight` in float8 with `weight_scale_inv` beside it (in any file) reads as the float32 product, rounded to `scaled_as`.
     A tensor that is stored as MXFP4 (`_blocks` and `_scales` in its place) reads as its values.
     """
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, path: str | Path, scaled_as: torch.dtype = torch.float32):
+        self.path, self.scaled_as = Path(path), scaled_as
         self.files = self._locate()
-        self._open: dict[str, safe_open] = {}
+        self._open: dict[str, SafetensorsFile] = {}
 
     def _locate(self) -> dict[str, str]:
         index = self.path / INDEX
@@ -76,14 +75,14 @@ class HFReader:
 
     def _handle(self, file: str, cache: dict):
         if file not in cache:
-            try:
-                cache[file] = safe_open(self.path / file, framework="pt")
-            except SafetensorError as error:
-                raise ModelError(f"{self.path / file}: not a readable safetensors file ({error})") from None
+            cache[file] = SafetensorsFile(self.path / file)
         return cache[file]
 
     def _stored(self, name: str):
-        return self._handle(self.files[name], self._open).get_slice(name)
+        file = self._handle(self.files[name], self._open)
+        if name not in file.keys():
+            raise ModelError(f"{self.path / INDEX}: tensor {name} is not in {self.files[name]}, where the index has it")
+        return file.get_slice(name)
 
     def _slice(self, name: str):
         if name not in self.files and name + BLOCKS in self.files:
@@ -91,6 +90,8 @@ class HFReader:
         stored = self._stored(name)
         if not stored.get_dtype().startswith("F8"):
             return stored
+        if stored.get_dtype() != "F8_E4M3":
+            raise ModelError(f"{self.path}: tensor {name} is {stored.get_dtype()}; of float8 only F8_E4M3 is supported")
         shape, scale_name, block = stored.get_shape(), name + SCALE, self._block
         if scale_name not in self.files:
             raise ModelError(f"{self.path}: tensor {name} is {stored.get_dtype()} without scales ({scale_name} is missing)")
@@ -98,7 +99,12 @@ class HFReader:
         grid = [-(-n // size) for n, size in zip(shape, block)]
         if len(shape) != 2 or list(scale.shape) != grid:
             raise ModelError(f"{self.path}: tensor {scale_name} has shape {tuple(scale.shape)}, blocks of {block} of {shape} need {grid}")
-        return BlockScaled(stored, scale.float(), block)
+        return BlockScaled(stored, scale.float(), block, self.scaled_as)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What tensor `name` reads as."""
+        found = self._slice(name)
+        return DTYPES[found.get_dtype()] if isinstance(found, Stored) else self.scaled_as
 
     @cached_property
     def quantized(self) -> dict:
@@ -179,6 +185,25 @@ class HFReader:
         return found.reshape(tuple(s.stop - s.start for s in copy.source))
 
 
+def side_files(path: str | Path) -> list[Path]:
+    """Everything in a checkpoint's directory that belongs to the model and is not weights: configuration, tokenizer, code, templates."""
+    return [f for f in sorted(Path(path).iterdir()) if f.is_file() and f.name != INDEX and f.suffix not in WEIGHTS and f.name[0] != "."]
+
+
+def copy_side_files(source: str | Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for file in side_files(source):
+        shutil.copy(file, out / file.name)
+
+
+def set_config(path: Path, **fields) -> None:
+    """Set fields of a checkpoint's configuration, whose weights are no longer quantized, nor of the dtype they were."""
+    config = json.loads((path / "config.json").read_text())
+    for stale in ("torch_dtype", "dtype", "quantization_config"):
+        config.pop(stale, None)
+    (path / "config.json").write_text(json.dumps(config | fields, indent=2))
+
+
 def fingerprint(path: str | Path) -> str:
     """What tells two checkpoints apart without reading them whole: sizes, headers and the ends of all their files."""
     digest = hashlib.sha256()
@@ -191,9 +216,9 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], side_files: str | Path | Iterable[Path], *,
+def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], source: str | Path, *,
              max_shard_bytes: int = 5 * 10**9, dtype: str | None = None) -> Path:
-    """Write a Hugging Face checkpoint: shards, index, and config, tokenizer and chat template copied from `side_files` (a directory).
+    """Write a Hugging Face checkpoint: shards, index, and config, tokenizer and chat template copied from directory `source`.
 
     Everything is written beside `out` and moved there at the end, so a half-written checkpoint is never taken for whole.
     """
@@ -217,14 +242,9 @@ def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], side_files: s
     if len(shards) > 1:
         total = sum(t.nbytes for t in tensors.values())
         (part / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
-    for file in SIDE_FILES:
-        if (Path(side_files) / file).is_file():
-            shutil.copy(Path(side_files) / file, part / file)
+    copy_side_files(source, part)
     if dtype:
-        config = json.loads((part / "config.json").read_text())
-        for stale in ("torch_dtype", "quantization_config"):
-            config.pop(stale, None)
-        (part / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2))
+        set_config(part, dtype=dtype)
     old = out.with_name(out.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():

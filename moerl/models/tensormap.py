@@ -106,19 +106,22 @@ class Copy:
 
 def copies(param: Param, parts: int, index: int) -> list[Copy]:
     """What shard `index` of `parts` along the parameter's split is made of; elements in no copy are padding (zeros)."""
+    box = [slice(0, n) for n in param.shape]
+    if param.split is not None:
+        size = param.extent(parts)
+        box[param.split] = slice(index * size, (index + 1) * size)
+    return copies_in(param, tuple(box))
+
+
+def copies_in(param: Param, box: tuple[slice, ...]) -> list[Copy]:
+    """What the elements `box` of the parameter's logical array are made of; targets count from the box's corner."""
     out = []
     for piece in param.pieces:
-        source = [slice(0, n) for n in piece.view]
-        target = [slice(s, s + n) for s, n in zip(piece.start, piece.view)]
-        if param.split is not None:
-            d, size = param.split, param.extent(parts)
-            low, high = index * size, (index + 1) * size
-            a, b = max(low, piece.start[d]), min(high, piece.start[d] + piece.view[d])
-            if a >= b:
-                continue
-            source[d] = slice(a - piece.start[d], b - piece.start[d])
-            target[d] = slice(a - low, b - low)
-        out.append(Copy(piece, tuple(source), tuple(target)))
+        common = [(max(b.start, s), min(b.stop, s + n)) for b, s, n in zip(box, piece.start, piece.view)]
+        if all(low < high for low, high in common):
+            source = tuple(slice(low - s, high - s) for (low, high), s in zip(common, piece.start))
+            target = tuple(slice(low - b.start, high - b.start) for (low, high), b in zip(common, box))
+            out.append(Copy(piece, source, target))
     return out
 
 

@@ -1,0 +1,1 @@
+"""Tools on checkpoints, for one CPU host or many: convert between Hugging Face and Megatron, compare, list."""

@@ -1,0 +1,278 @@
+"""Convert a Megatron distributed checkpoint, or a role of a training checkpoint, into a Hugging Face one, streaming.
+
+Tensors are read from the checkpoint's files at whatever layout wrote them. No model is built.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from checkpoint_tools import torch_dist
+from checkpoint_tools.boxes import Box, cut, in_checkpoint, in_tensor, is_run, shape_of
+from checkpoint_tools.hf_to_megatron import KEPT
+from checkpoint_tools.output import write
+from checkpoint_tools.stream import OutFile
+from moerl.models import fp8, params_of, read_arch
+from moerl.models.arch import ModelError
+from moerl.models.checkpoint import INDEX, SCALE, copy_side_files, fingerprint, set_config
+from moerl.models.dist_keys import places
+from moerl.models.files import header
+from moerl.models.tensormap import Param, copies_in, duplicates
+
+SHARD = 5 * 10**9  # bytes of a file
+HEAD = "output_layer.weight"
+QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(fp8.BLOCK)}
+
+
+class Source:
+    """A Megatron checkpoint as boxes of the map's parameters. `ckpt` is the distributed checkpoint itself or a step of a training run."""
+
+    def __init__(self, ckpt: Path, role: str = "actor", hf: Path | None = None):
+        self.path, self.config = _find(ckpt, role, hf)
+        self.common = torch.load(self.path / torch_dist.COMMON, weights_only=True)
+        tensors = torch_dist.read_metadata(self.path)
+        arch = read_arch(self.config / "config.json")
+        if not any(key.startswith("mtp.") for key in tensors):
+            arch = arch.main()
+        self.arch, self.value_head = arch, tensors.get(HEAD) is not None and tensors[HEAD].shape == (1, arch.hidden)
+        self.params = {n: p for n, p in params_of(arch).items() if not p.tied and not (self.value_head and n == HEAD)}
+        self.places = places(self.params)
+        self._check(tensors)
+        self.reader = torch_dist.Reader(self.path, tensors)
+        self.reader.check()
+
+    def _check(self, tensors: Mapping[str, torch_dist.Tensor]) -> None:
+        wanted = {place.key: place.shape for place in self.places.values()}
+        known = set(wanted) | ({HEAD} if self.value_head or self.arch.tied_embeddings else set())
+        lines = [f"missing tensor {key} {shape}" for key, shape in wanted.items() if key not in tensors]
+        lines += [f"unexpected tensor {key} {tensors[key].shape}" for key in tensors
+                  if key not in known and not key.startswith(("optimizer.", KEPT))]
+        for name, place in self.places.items():
+            if place.key in tensors and not _fits(tensors[place.key].shape, place.shape, self.params[name]):
+                lines.append(f"tensor {place.key} has shape {tensors[place.key].shape}, expected {place.shape}")
+        if lines := list(dict.fromkeys(lines)):
+            more = f"\n... and {len(lines) - 10} more" if len(lines) > 10 else ""
+            raise ModelError(f"{self.path}: does not fit {self.config / 'config.json'}\n" + "\n".join(lines[:10]) + more)
+
+    def dtype(self, param: Param) -> torch.dtype:
+        return self.reader.tensors[self.places[param.name].key].dtype
+
+    def read(self, param: Param, box: Box) -> torch.Tensor:
+        """The elements `box` of the parameter's logical array."""
+        place = self.places[param.name]
+        corner, sizes = in_checkpoint(param, place, box)
+        return self.reader.read(place.key, tuple(slice(c, c + n) for c, n in zip(corner, sizes))).view(shape_of(box))
+
+    def kept(self) -> dict[str, torch_dist.Tensor]:
+        """Tensors of the Hugging Face checkpoint that Megatron does not know, by their name there."""
+        return {k.removeprefix(KEPT): t for k, t in self.reader.tensors.items() if k.startswith(KEPT)}
+
+
+def _fits(found: tuple[int, ...], wanted: tuple[int, ...], param: Param) -> bool:
+    """Whether a tensor is the parameter's: of its shape, or with more rows where the vocabulary was padded for a larger layout."""
+    if param.padded:
+        return found[1:] == wanted[1:] and found[0] >= param.shape[0]
+    return found == wanted
+
+
+def _find(ckpt: Path, role: str, hf: Path | None) -> tuple[Path, Path]:
+    """The distributed checkpoint and the directory with the model's configuration."""
+    path = ckpt
+    if not torch_dist.is_torch_dist(ckpt):
+        if not (ckpt / role).is_dir():
+            raise ModelError(f"{ckpt}: neither a Megatron distributed checkpoint nor a training checkpoint with {role}/ in it")
+        if not (ckpt / "manifest.json").is_file():
+            raise ModelError(f"{ckpt}: manifest.json is missing, so the checkpoint was not written to its end")
+        path = ckpt / role
+        if not torch_dist.is_torch_dist(path):
+            raise ModelError(f"{path}: not a Megatron distributed checkpoint ({torch_dist.METADATA} or {torch_dist.FORMAT} is missing)")
+    for config in (hf,) if hf else (path, path.parent / "hf"):
+        if (config / "config.json").is_file():
+            return path, config
+    raise ModelError(f"{hf or path}: config.json is missing; name a directory that has the model's with --hf")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the output: dtype and shape, and whether it is written as float8 blocks."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def convert(ckpt: Path, out: Path, *, memory: int, workers: int, role: str = "actor", hf: Path | None = None, dtype: str | None = None,
+            fp8_block: bool = False, share: tuple[int, int] = (0, 1)) -> Path:
+    """Write `out`, the Hugging Face checkpoint of a Megatron one (`Source`), with configuration and tokenizer.
+
+    `memory` in bytes is what all workers of this host may hold together. Dtypes stay, or become `dtype`; with `fp8_block` the matrices that
+    DeepSeek-V3's own checkpoint has in float8 blocks are quantized so. A critic is written with its value head as a token classifier.
+    """
+    source = Source(ckpt, role, hf)
+    if fp8_block and not source.arch.latent:
+        raise ModelError(f"--fp8-block: no {source.arch.family} model is read with float8 blocks (DeepSeek and Kimi are)")
+    outputs = Outputs(source, getattr(torch, dtype) if dtype else None, fp8_block)
+    files = outputs.lay_out()
+
+    def finish(part: Path) -> None:
+        copy_side_files(source.config, part)
+        for own in (torch_dist.FORMAT, "manifest.json"):
+            (part / own).unlink(missing_ok=True)
+        fields = {"dtype": dtype or outputs.common_dtype()}
+        if fp8_block:
+            fields |= {"quantization_config": QUANTIZATION}
+        if source.value_head:
+            fields |= {"architectures": [_classifier(part)], "num_labels": 1}
+        set_config(part, **fields)
+        if len(files) > 1:
+            total = sum(prod(t.shape) * t.dtype.itemsize for t in outputs.tensors.values())
+            (part / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": outputs.file_of}, indent=1))
+
+    print_of = {"ckpt": str(source.path.resolve()), "of": _stamp(source.path), "hf": fingerprint(source.config)}
+    what = print_of | {"role": role, "dtype": dtype, "fp8": fp8_block}
+    return write(out, files, outputs.produce, finish, what=what, memory=memory, workers=workers, share=share)
+
+
+def _stamp(path: Path) -> list:
+    found = (path / torch_dist.METADATA).stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _classifier(part: Path) -> str:
+    kind = json.loads((part / "config.json").read_text()).get("architectures") or ["ForCausalLM"]
+    return kind[0].replace("ForCausalLM", "ForTokenClassification")
+
+
+class Outputs:
+    """The tensors to write, the file and the byte where each begins, and what is made for each job."""
+
+    def __init__(self, source: Source, cast: torch.dtype | None, fp8_block: bool):
+        self.source, self.cast, self.fp8_block = source, cast, fp8_block
+        self.tensors: dict[str, Stored] = {}
+        self.copies: dict[str, list[str]] = {}
+        for copy, own in duplicates(source.params.values()).items():
+            if copy in source.common.get("hf_copies", ()):
+                self.copies.setdefault(own, []).append(copy)
+        self.file_of: dict[str, str] = {}
+        self.start: dict[str, int] = {}
+
+    def common_dtype(self) -> str:
+        sizes: dict[torch.dtype, int] = {}
+        for stored in self.tensors.values():
+            sizes[stored.dtype] = sizes.get(stored.dtype, 0) + prod(stored.shape)
+        plain = {d: n for d, n in sizes.items() if d.itemsize > 1} or sizes
+        return str(max(plain, key=plain.get)).removeprefix("torch.")
+
+    def quantized(self, name: str) -> bool:
+        """Whether DeepSeek-V3's checkpoint has this matrix in float8: projections, but the one that joins a prediction layer's inputs."""
+        return self.fp8_block and name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith("eh_proj.weight")
+
+    def lay_out(self) -> list[OutFile]:
+        groups = self._groups()
+        total = sum(size for size, *_ in groups)
+        limit = -(-total // -(-total // SHARD)) if total else 1
+        shards, at = [([], [])], 0
+        for size, names, jobs in groups:
+            if at and at + size / 2 > limit:
+                shards.append(([], []))
+                at = 0
+            shards[-1][0].extend(names)
+            shards[-1][1].extend(jobs)
+            at += size
+        return [self._file(i, len(shards), *shard) for i, shard in enumerate(shards)]
+
+    def _groups(self) -> list[tuple[int, list[str], list]]:
+        """Tensors that share parameters, which must be in one file; their bytes, names and jobs."""
+        groups: dict[str, tuple[list, list]] = {}
+        for param in self.source.params.values():
+            names, jobs = groups.setdefault(param.pieces[0].name, ([], []))
+            for piece in param.pieces:
+                for name in (piece.name, *self.copies.get(piece.name, ())):
+                    if name not in self.tensors:
+                        names.extend(self._declare(name, piece.shape, self.cast if self._casts(param) else self.source.dtype(param)))
+            rows = fp8.BLOCK[0] if self.fp8_block else 1
+            jobs.extend((param.name, box) for box in cut(param, param.shape, self.source.dtype(param).itemsize, rows))
+        for name, tensor in self.source.kept().items():
+            groups[name] = (list(self._declare(name, tensor.shape, tensor.dtype)), [(KEPT + name, None)])
+        if self.source.value_head:
+            head = self.cast or self.source.reader.tensors[HEAD].dtype
+            names = [*self._declare("score.weight", (1, self.source.arch.hidden), head), *self._declare("score.bias", (1,), head)]
+            groups["score"] = (names, [(HEAD, None)])
+        return [(sum(prod(self.tensors[n].shape) * self.tensors[n].dtype.itemsize for n in names), names, jobs)
+                for names, jobs in groups.values()]
+
+    def _casts(self, param: Param) -> bool:
+        return self.cast is not None and not (param.name.endswith("expert_bias") and self.source.dtype(param) == torch.float32)
+
+    def _declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
+        if not self.quantized(name):
+            self.tensors[name] = Stored(dtype, shape)
+            yield name
+            return
+        self.tensors[name] = Stored(torch.float8_e4m3fn, shape)
+        self.tensors[name + SCALE] = Stored(torch.float32, tuple(-(-n // size) for n, size in zip(shape, fp8.BLOCK)))
+        yield name
+        yield name + SCALE
+
+    def _file(self, i: int, count: int, names: list[str], jobs: list) -> OutFile:
+        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+        names = sorted(names, key=lambda n: -self.tensors[n].dtype.itemsize)  # so that every tensor begins at a multiple of its item
+        head, starts = header({n: (self.tensors[n].dtype, self.tensors[n].shape) for n in names})
+        self.start |= starts
+        self.file_of |= dict.fromkeys(names, file)
+        counts = [len(head)]
+        for name, box in jobs:
+            counts.append(sum(self._bytes(copy) for copy in copies_in(self.source.params[name], box)) if box else 0)
+        size = len(head) + sum(prod(self.tensors[n].shape) * self.tensors[n].dtype.itemsize for n in names)
+        counts[-1] += size - sum(counts)
+        return OutFile(file, size, (("", head), *jobs), tuple(counts))
+
+    def _bytes(self, copy) -> int:
+        return prod(shape_of(copy.source)) * self.tensors[copy.piece.name].dtype.itemsize * (1 + len(self.copies.get(copy.piece.name, ())))
+
+    def produce(self, job: tuple) -> Iterator[tuple[int, list]]:
+        name, box = job
+        if not name:
+            yield 0, [box]
+        elif box is None:
+            tensor = self.source.reader.tensors[name]
+            values = self.source.reader.read(name, tuple(slice(0, n) for n in tensor.shape))
+            if name == HEAD:
+                yield self.start["score.bias"], [_raw(torch.zeros(1, dtype=self.tensors["score.bias"].dtype))]
+                name, values = "score.weight", values.to(self.tensors["score.weight"].dtype)
+            yield self.start[name.removeprefix(KEPT)], [_raw(values)]
+        else:
+            param = self.source.params[name]
+            values = self.source.read(param, box)
+            for copy in copies_in(param, box):
+                yield from self._piece(copy, values[copy.target])
+
+    def _piece(self, copy, values: torch.Tensor) -> Iterator[tuple[int, list]]:
+        """One piece's elements at their place, in the order the tensor has them."""
+        piece, first = copy.piece, 0
+        if piece.order is None:
+            assert is_run(piece.view, copy.source), f"{piece.name}: {copy.source} of {piece.view} is not one run"
+            first = in_tensor(piece, copy.source)
+        else:
+            stored = torch.empty([b.stop - b.start for b in piece.box()], dtype=values.dtype)
+            piece.arrange(stored)[copy.source].copy_(values)
+            first, values = in_tensor(piece, tuple(slice(0, n) for n in piece.view)), stored
+        for name in (piece.name, *self.copies.get(piece.name, ())):
+            kind = self.tensors[name]
+            if not self.quantized(name):
+                yield self.start[name] + first * kind.dtype.itemsize, [_raw(values.to(kind.dtype))]
+                continue
+            columns = piece.shape[-1]
+            numbers, scales = fp8.quantize(values.reshape(-1, columns).float())
+            yield self.start[name] + first, [_raw(numbers)]
+            row = first // columns // fp8.BLOCK[0]
+            yield self.start[name + SCALE] + row * scales.shape[1] * 4, [_raw(scales)]
+
+
+def _raw(values: torch.Tensor):
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy()

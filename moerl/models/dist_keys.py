@@ -1,0 +1,64 @@
+"""Where the parameters of the tensor map stand in a Megatron distributed checkpoint: names and whole shapes, whatever the layout.
+
+Megatron-core names a parameter in a checkpoint by the module that holds it, and modules differ: Transformer Engine fuses a norm into the
+projection behind it. Checkpoints here always have the names of Transformer Engine's modules, so that one written on a CPU loads on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from moerl.models.tensormap import Param
+
+LAYER = re.compile(r"^(decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.(.+)$")
+PREDICTION = re.compile(r"^(mtp\.layers\.\d+)\.mtp_model_layer\.")  # the name since Megatron-core 0.17
+EXPERT = re.compile(r"^(.+\.mlp\.experts)\.(\d+)\.(.+)$")
+# Norm -> where Transformer Engine keeps it, in layers that have a parameter of the second name.
+FUSED = {
+    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.weight"),
+    "self_attention.q_layernorm.weight": ("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.linear_q_up_proj.weight"),
+    "self_attention.kv_layernorm.weight": ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.linear_kv_up_proj.weight"),
+    "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight"),
+}
+UNFUSED = {fused: norm for norm, (fused, _) in FUSED.items()}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter in a distributed checkpoint: all of tensor `key` of `shape`, or entry `entry` of its first dimension (an expert)."""
+
+    key: str
+    shape: tuple[int, ...]
+    entry: int | None = None
+
+
+def places(params: Mapping[str, Param]) -> dict[str, Place]:
+    """The place of every parameter that a checkpoint holds; a tied head is held by the first stage's table."""
+    experts: dict[str, int] = {}
+    for name, param in params.items():
+        if param.expert is not None:
+            key = EXPERT.sub(r"\1.experts.\3", name)
+            experts[key] = max(experts.get(key, 0), param.expert + 1)
+    out = {}
+    for name, param in params.items():
+        if param.tied:
+            continue
+        shape = param.local_shape(1)
+        if param.expert is None:
+            out[name] = Place(canonical(name, params), shape)
+        else:
+            key = EXPERT.sub(r"\1.experts.\3", name)
+            out[name] = Place(key, (experts[key], *shape), param.expert)
+    return out
+
+
+def canonical(key: str, params: Container[str]) -> str:
+    """The name in checkpoints of what a module, with or without Transformer Engine, calls `key`; `params` are the map's names."""
+    key = PREDICTION.sub(r"\1.transformer_layer.", key)
+    if match := LAYER.match(key):
+        norm = UNFUSED.get(match[2], match[2])
+        fused, holder = FUSED.get(norm, (norm, ""))
+        return f"{match[1]}.{fused if f'{match[1]}.{holder}' in params else norm}"
+    return key

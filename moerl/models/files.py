@@ -1,0 +1,130 @@
+"""Boxes of arrays that lie in files, read into memory of the process's own, and the safetensors format on top of that.
+
+Not through a memory mapping: its pages count as the process's as long as the kernel has room, so that nobody could promise a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from math import prod
+from pathlib import Path
+
+import torch
+
+from moerl.models.arch import ModelError
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
+    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ROWS_AT_ONCE = 2**24  # bytes of whole rows in memory while columns are cut out of them
+
+
+class File:
+    """A file open for reading. A read past its end is a ModelError."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self, close=os.close):
+        if hasattr(self, "descriptor"):
+            close(self.descriptor)
+
+    def fill(self, out: torch.Tensor, start: int) -> torch.Tensor:
+        """Read the bytes from `start` into the contiguous tensor `out`."""
+        view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+        done = 0
+        while done < len(view):
+            got = os.preadv(self.descriptor, [view[done:]], start + done)
+            if got == 0:
+                raise ModelError(f"{self.path}: ends at byte {start + done}, {len(view) - done} more were to be read")
+            done += got
+        return out
+
+    def box(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
+        """Elements `box` of an array [shape] whose elements begin at byte `start`."""
+        sizes = [b.stop - b.start for b in box]
+        # From the last dimension that is cut on, elements of one index lie together.
+        cut = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
+        if prod(sizes[:cut]) <= 1:
+            first = sum(b.start * prod(shape[d + 1 :]) for d, b in enumerate(box))
+            return self.fill(torch.empty(sizes, dtype=dtype), start + first * dtype.itemsize)
+        out = torch.empty(sizes, dtype=dtype)
+        row = prod(shape[1:])
+        step = max(1, ROWS_AT_ONCE // (row * dtype.itemsize))
+        for low in range(0, sizes[0], step):
+            high = min(low + step, sizes[0])
+            rows = torch.empty(high - low, *shape[1:], dtype=dtype)
+            self.fill(rows, start + (box[0].start + low) * row * dtype.itemsize)
+            out[low:high] = rows[(slice(None), *box[1:])]
+        return out
+
+
+class Stored:
+    """A tensor in a safetensors file; indexed by slices it is read."""
+
+    def __init__(self, file: File, start: int, dtype: str, shape: list[int]):
+        self.file, self.start, self.dtype, self.shape = file, start, dtype, shape
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def __getitem__(self, index) -> torch.Tensor:
+        index = index if isinstance(index, tuple) else (index,)
+        spans = [range(n)[i] for n, i in zip(self.shape, (*index, *[slice(None)] * len(self.shape)))]
+        return self.file.box(self.start, DTYPES[self.dtype], tuple(self.shape), tuple(slice(s.start, s.stop) for s in spans))
+
+
+class SafetensorsFile:
+    """The header of a safetensors file, checked against the file's length, and its tensors."""
+
+    def __init__(self, path: Path):
+        self.file = File(path)
+        size = os.fstat(self.file.descriptor).st_size
+        try:
+            length = int.from_bytes(os.pread(self.file.descriptor, 8, 0), "little")
+            if length > size - 8:
+                raise ValueError(f"its header would end at byte {length + 8} of {size}")
+            self.entries = json.loads(os.pread(self.file.descriptor, length, 8))
+            self.entries.pop("__metadata__", None)
+            self.begin = 8 + length
+            for name, entry in self.entries.items():
+                self._check(name, entry, size - self.begin)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{path}: not a readable safetensors file ({error})") from None
+
+    def _check(self, name: str, entry: dict, size: int) -> None:
+        (first, last), dtype, shape = entry["data_offsets"], entry["dtype"], entry["shape"]
+        if dtype not in DTYPES:
+            raise ValueError(f"tensor {name} has dtype {dtype}, which is not known here")
+        if last > size:
+            raise ValueError(f"tensor {name} ends at byte {last} of {size}: the file is cut short")
+        if last - first != prod(shape) * DTYPES[dtype].itemsize:
+            raise ValueError(f"tensor {name} has {last - first} bytes, {shape} of {dtype} are {prod(shape) * DTYPES[dtype].itemsize}")
+
+    def keys(self):
+        return self.entries.keys()
+
+    def get_slice(self, name: str) -> Stored:
+        entry = self.entries[name]
+        return Stored(self.file, self.begin + entry["data_offsets"][0], entry["dtype"], entry["shape"])
+
+
+def header(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file of these tensors, in their order, and the byte of the file where each begins."""
+    entries, starts, end = {"__metadata__": {"format": "pt"}}, {}, 0
+    for name, (dtype, shape) in tensors.items():
+        starts[name], size = end, prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: begin + start for name, start in starts.items()}
