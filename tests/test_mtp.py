@@ -242,3 +242,45 @@ def test_counts_of_the_main_model_and_of_the_layer(tmp_path):
     assert round(found.total / 1e9, 2) == 671.03
     assert round((found.total + found.prediction + 2 * 129280 * 7168) / 1e9, 2) == 684.49
     assert "more in prediction layers  11,610,068,224 (11.61 B)" in listing.model(tmp_path)
+
+
+RUN = """
+model: {path: PATH/start, dtype: float32}
+data: {prompts: "reasoning_gym:chain_sum", size: 16, max_prompt_tokens: 200}
+rollout: {layout: {tp: 1}, prompts_per_step: 4, samples_per_prompt: 2, sampling: {max_tokens: 8}, kv_cache_gib: 0.1}
+actor: {layout: {tp: 2, ep: 2}, max_tokens_per_rank: 256, optimizer: {lr: 1.0e-2}}
+algorithm: {name: grpo, kl_coef: 0.05}
+reward: {function: "PATH/rewards.py:digits"}
+trainer: {steps: 2, output: PATH/out}
+cluster: {device: cpu}
+"""
+REWARD = '''
+def digits(prompt, response, record):
+    return sum(c.isdigit() for c in response) / max(1, len(response)) + len(response) / 100
+'''
+
+
+def test_a_run_exports_the_layer(tmp_path):
+    """A reference without the layer, two syncs into vLLM, and what the run writes."""
+    import os
+    import subprocess
+    import sys
+
+    from transformers import AutoTokenizer
+
+    from moerl import demo_model
+    from moerl.track.metrics import read
+
+    demo_model.main(["--out", str(tmp_path / "tokenizer")])
+    tokenizer, config = AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), glm4_moe()
+    config.head_dim, config.vocab_size = 32, len(tokenizer) + 3
+    start = write(tmp_path / "start", config)
+    tokenizer.save_pretrained(start)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    (tmp_path / "run.yaml").write_text(RUN.replace("PATH", str(tmp_path)))
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "moerl.cli", "train", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
+    assert done.returncode == 0, done.stderr
+    assert all(row["mismatch/max_logp_gap"] < 1e-3 for row in read(tmp_path / "out" / "metrics.jsonl"))
+    check_export(start, tensors_of(tmp_path / "out" / "hf"))
