@@ -253,6 +253,17 @@ def test_resume_at_another_layout(ranks, tiny, tmp_path, family):
     assert resumed[0][0]["grad_norm"] == pytest.approx(expected[0][1]["grad_norm"], rel=2e-5)
 
 
+def test_a_stage_without_experts_is_saved_and_resumed(ranks, tiny, tmp_path):
+    """The first stage has one dense layer: its experts' optimizer has no parameters. The next step is that of a run that never stopped."""
+    path, uneven = str(tiny("glm4_moe")), LAYOUTS["pp2 uneven"]
+    straight = ranks.run(ParallelLayout(), jobs.train_job, path, 2)[0][1]
+    ranks.run(uneven, jobs.save_job, path, 1, str(tmp_path))
+    for layout in (uneven, LAYOUTS["tp2 ep2"]):
+        resumed = ranks.run(layout, jobs.resume_job, path, 1, 1, str(tmp_path))
+        assert jobs.total([r[0] for r in resumed]) == pytest.approx(jobs.total([straight]), rel=2e-5)
+        assert resumed[0][0]["grad_norm"] == pytest.approx(straight["grad_norm"], rel=2e-5)
+
+
 def test_mxfp4_experts_are_read_as_their_values(ranks, tiny, tmp_path):
     """Every code and a range of scales, against transformers' own conversion; exported whole by expert-parallel ranks."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

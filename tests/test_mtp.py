@@ -183,7 +183,7 @@ def check_export(path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "first", "second"), [
-    ("two layers", "tp2 pp2 ep2", "tp2 etp2"), ("glm", "pp2 vpp2", "pp2"), ("deepseek", "tp2 ep2", "tp2 pp2 ep2"),
+    ("two layers", "tp2 pp2 ep2", "tp2 etp2"), ("glm", "pp2 vpp2", "pp2 uneven"), ("deepseek", "tp2 ep2", "tp2 pp2 ep2"),
 ])
 def test_a_resumed_actor_takes_the_same_step_and_has_the_same_layers(ranks, tiny, tmp_path, kind, first, second):
     path = tiny(kind)
