@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -25,5 +26,6 @@ def prediction_block(config: TransformerConfig, layers: list[ModuleSpec], norm: 
     specs = [get_mtp_layer_spec(layer, engine) for layer in layers]
     for spec in specs:
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = norm
-    block = MultiTokenPredictionBlock(config, MultiTokenPredictionBlockSubmodules(layer_specs=specs), vp_stage=vp_stage)
+    groups = ProcessGroupCollection.use_mpu_process_groups()  # left to itself, the block knows too few of them for experts
+    block = MultiTokenPredictionBlock(config, MultiTokenPredictionBlockSubmodules(specs), vp_stage=vp_stage, pg_collection=groups)
     return block.requires_grad_(False)
