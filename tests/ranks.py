@@ -1,4 +1,4 @@
-"""A pool of processes that play the ranks of a Megatron world over gloo; they import once and serve every layout."""
+"""A pool of processes that play the ranks of a Megatron world, over gloo or one GPU each; they import once and serve every layout."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _serve(rank: int, pipe) -> None:
+def _serve(rank: int, pipe, device: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     _die_with_parent()
     from moerl.megatron import parallel
 
     while (job := pipe.recv()) is not None:
         layout, master, function, args = job
         try:
-            parallel.start(layout, rank, master, "cpu", seed=1, timeout_s=TIMEOUT_S)
+            parallel.start(layout, rank, master, device, seed=1, timeout_s=TIMEOUT_S)
             answer = (True, function(rank, layout, *args))
             parallel.stop()
         except BaseException:
@@ -42,7 +44,8 @@ def _serve(rank: int, pipe) -> None:
 
 
 class Ranks:
-    def __init__(self):
+    def __init__(self, device: str = "cpu"):
+        self.device = device
         self.context = multiprocessing.get_context("spawn")
         self.workers: list = []
 
@@ -50,7 +53,7 @@ class Ranks:
         while len(self.workers) < size:
             ours, theirs = self.context.Pipe()
             # Not a daemon: saving a checkpoint starts processes of its own.
-            process = self.context.Process(target=_serve, args=(len(self.workers), theirs))
+            process = self.context.Process(target=_serve, args=(len(self.workers), theirs, self.device))
             process.start()
             self.workers.append((process, ours))
 

@@ -1,10 +1,12 @@
-"""Routing that Megatron-core's own function cannot express: groups scored by any number of experts, sigmoid scores not renormalised."""
+"""Routing that Megatron-core's own function cannot express (groups scored by any number of experts, sigmoid scores not renormalised) or
+gets wrong (a bias in the router's linear layer)."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import torch
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -16,10 +18,24 @@ def router_for(arch: Arch):
 
     Megatron-core scores a group by its topk // group_topk best experts, the models by a fixed number: 1 (DeepSeek-V2) or 2 (V3).
     """
+    if arch.linear_bias:
+        return BiasedRouter
     if not arch.group_best and (arch.norm_topk or not arch.expert_bias):
         return None
     return partial(GroupRouter, groups=arch.expert_groups if arch.group_best else 0, group_topk=arch.group_topk,
                    group_best=arch.group_best, normalize=arch.norm_topk)
+
+
+class BiasedRouter(TopKRouter):
+    """A router whose linear layer has a bias, added in float32.
+
+    Megatron-core gives a bfloat16 bias to Transformer Engine's product with float32 output, which reads it as float32: wrong numbers, and
+    memory behind it.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [s, b, experts] in float32 from [s, b, hidden]."""
+        return router_gating_linear(input, self.weight, None, torch.float32) + self.bias.float()
 
 
 class GroupRouter(TopKRouter):
