@@ -26,7 +26,7 @@ def write_qwen3_moe(path: Path, seed: int = 0, **changes) -> Path:
 
 
 def write_deepseek(path: Path, version: int, seed: int = 0, mtp: bool = False, model_type: str | None = None, **changes) -> Path:
-    """A random DeepSeek-V2 or V3 of transformers' own class; with `mtp`, random tensors for its multi-token prediction layer."""
+    """A random DeepSeek-V2 or V3 of transformers' own class; with `mtp`, a random multi-token prediction layer behind it."""
     import json
 
     import torch
@@ -57,15 +57,26 @@ def write_deepseek(path: Path, version: int, seed: int = 0, mtp: bool = False, m
         file = path / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}))
     if mtp:
-        add_carried(path)
+        add_prediction(path)
     return path
 
 
-def add_carried(path: Path) -> None:
-    """Give a checkpoint random values for the tensors that it may carry, in a second file."""
+def add_prediction(path: Path) -> None:
+    """Give a checkpoint random prediction layers in a second file, with the model's embedding and head copied into them."""
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
-    from moerl.models import carried_of, read_arch
+    from moerl.models import params_of, read_arch
+    from moerl.models.tensormap import copy_again, hf_shapes
 
-    save_file({name: torch.randn(shape) for name, shape in carried_of(read_arch(path)).items()}, path / "mtp.safetensors")
+    main = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    (path / "mtp.safetensors").unlink(missing_ok=True)
+    arch = read_arch(path / "config.json")
+    params = params_of(arch).values()
+    copies = [copy for param in params for copy in param.copied_as]
+    tensors = {}
+    for name, shape in hf_shapes(p for p in params if p.name.startswith("mtp.")).items():
+        scale = 0.2 if ".gate." in name else 0.1
+        tensors[name] = torch.randn(shape) * scale + (1.0 if "norm" in name else 0.0)
+    again = copy_again(params, main, copies)
+    save_file(tensors | {name: again[name] for name in copies if name.startswith("model.layers")}, path / "mtp.safetensors")

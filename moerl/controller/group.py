@@ -69,14 +69,15 @@ class Role:
         means = {key: sum(a["sums"].get(key, 0.0) for a in answers) / weight for key in keys}
         return means | {"grad_norm": answers[0]["grad_norm"], "lr": answers[0]["lr"]}
 
-    def shard_refs(self) -> list[ray.ObjectRef]:
-        """The weights of this role, one object a rank, left where the ranks put them."""
-        pairs = self.group.refs("shards", self.name, num_returns=2)
+    def shard_refs(self, prediction: bool = False) -> list[ray.ObjectRef]:
+        """The weights of this role, one object a rank, left where the ranks put them; prediction layers only on demand."""
+        pairs = self.group.refs("shards", self.name, prediction, num_returns=2)
         collect({name: done for name, (done, _) in pairs.items()})
         return [shards for _, shards in pairs.values()]
 
     def shards(self) -> list[list[tuple]]:
-        return ray.get(self.shard_refs())
+        """All weights of this role by rank, prediction layers too."""
+        return ray.get(self.shard_refs(prediction=True))
 
     def save(self, path: str) -> None:
         self.group.call("save", self.name, path)

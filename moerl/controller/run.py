@@ -13,10 +13,10 @@ from moerl.controller import checkpoints
 from moerl.controller.group import Role, WorkerGroup
 from moerl.controller.placement import Cluster, Placement, check_tokenizer, max_tokens, place
 from moerl.controller.worker import ModelSpec
-from moerl.models import carried_of, params_of, read_arch
+from moerl.models import params_of, read_arch
 from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader, write_hf
-from moerl.models.tensormap import assemble
+from moerl.models.tensormap import assemble, copy_again
 from moerl.rollout.group import Rollout
 from moerl.track.record import finish_run, write_run
 
@@ -42,7 +42,7 @@ def plan(config: RunConfig) -> Plan:
     arch = read_arch(config.model.path)
     placement = place(config, arch)
     reader = HFReader(config.model.path)
-    reader.fit(params_of(arch), carried_of(arch))
+    reader.fit(params_of(arch))
     if placement.engines and reader.quantized:
         raise ModelError(f"{config.model.path}: an engine of quantized weights cannot take the trained ones; start from a plain copy")
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -120,9 +120,9 @@ class Processes:
 
     def export(self, path: Path, side_files: str, dtype: str) -> Path:
         """Write the actor as a Hugging Face checkpoint."""
-        tensors = assemble(params_of(self.arch), self.roles["actor"].shards())
-        carried = HFReader(side_files).carried(carried_of(self.arch), dtype)
-        return write_hf(path, tensors | carried, side_files, dtype=dtype)
+        params, start = params_of(self.arch), HFReader(side_files)
+        tensors = copy_again(params.values(), assemble(params, self.roles["actor"].shards()), start.files)
+        return write_hf(path, tensors | start.frequencies(), side_files, dtype=dtype)
 
     def shutdown(self) -> None:
         if getattr(self, "rollout", None):
@@ -131,6 +131,8 @@ class Processes:
 
 
 def model_spec(config: RunConfig, arch: Arch, role: str) -> ModelSpec:
+    if role != "actor":
+        arch = arch.main()  # prediction layers are not run: only who is exported needs them
     if role == "reference":
         return ModelSpec(arch, config.model.path, config.model.dtype)
     optimizer: OptimizerConfig = getattr(config, role).optimizer

@@ -96,12 +96,12 @@ class MegatronWorker:
         head = policy_head(actor.arch.vocab, 1.0, lambda logp, entropy, f: sft_loss(logp, f["weights"]))
         return actor.update(micro_batches, head)
 
-    def shards(self, role: str) -> tuple[None, list[tuple[str, torch.Tensor, int, int]]]:
-        """The parts of the role's weights that this rank answers for: (name, tensor, parts, index).
+    def shards(self, role: str, prediction: bool) -> tuple[None, list[tuple[str, torch.Tensor, int, int]]]:
+        """The parts of the role's weights that this rank answers for, with or without prediction layers: (name, tensor, parts, index).
 
         Called with two return values: the driver waits for the first, which says that all went well, and passes the second on unseen.
         """
-        return None, [(s.name, s.tensor.cpu(), s.parts, s.index) for s in self.models[role].owned_shards()]
+        return None, [(s.name, s.tensor.cpu(), s.parts, s.index) for s in self.models[role].owned_shards(prediction)]
 
     def save(self, role: str, path: str) -> None:
         from moerl.megatron import checkpoint

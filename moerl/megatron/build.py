@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from moerl.layout import ParallelLayout
 from moerl.megatron.attention import PackedAttention, RMSNorm
 from moerl.megatron.latent import LatentAttention, latent_options
+from moerl.megatron.prediction import prediction_block
 from moerl.megatron.qk_norm import widen_qk_norms
 from moerl.megatron.rope import llama3_frequencies
 from moerl.megatron.router import router_for
@@ -158,18 +159,23 @@ def _local_layer_spec(config: TransformerConfig, options: dict) -> ModuleSpec:
     return spec
 
 
-def _block_spec(config: TransformerConfig, arch: Arch, layers: range) -> TransformerBlockSubmodules:
+def _norm() -> type:
     if have_transformer_engine():
-        from megatron.core.extensions.transformer_engine import TENorm as norm
-    else:
-        norm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, arch, arch.is_moe(i)) for i in layers], layer_norm=norm)
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    return RMSNorm
+
+
+def _layer_specs(config: TransformerConfig, arch: Arch, layers: range) -> list[ModuleSpec]:
+    return [_layer_spec(config, arch, arch.is_moe(i)) for i in layers]
 
 
 def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, value_head: bool = False) -> list[GPTModel]:
     """The model chunks of `rank` (one, or `layout.vpp`), uninitialised: weights come from `weights.load_hf` or a checkpoint.
 
-    With `value_head` the last stage ends in one scalar a token instead of logits (the critic).
+    With `value_head` the last stage ends in one scalar a token instead of logits (the critic). Prediction layers of `arch` are held by the
+    last stage and are no part of the forward pass.
     """
     config = transformer_config(arch, layout, dtype)
     stage = layout.coords(rank).pp
@@ -179,7 +185,9 @@ def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, 
         first, last = layout.is_first(stage, vp), layout.is_last(stage, vp)
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=_block_spec(config, arch, layout.stage_layers(arch.layers, stage, vp)),
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=_layer_specs(config, arch, layout.stage_layers(arch.layers, stage, vp)), layer_norm=_norm()
+            ),
             vocab_size=layout.padded_vocab(arch.vocab),
             max_sequence_length=2**20,
             pre_process=first,
@@ -200,6 +208,9 @@ def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, 
             widen_qk_norms(chunk)
         if value_head and last:
             chunk.output_layer = ValueHead(config)
+        if arch.mtp_layers and last:
+            specs = _layer_specs(config, arch, range(arch.layers, arch.layers + arch.mtp_layers))
+            chunk.mtp = prediction_block(config, specs, _norm(), have_transformer_engine(), vp_stage)
         chunks.append(chunk.cuda())
     _count_layers(chunks, arch)
     return chunks

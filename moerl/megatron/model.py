@@ -31,12 +31,14 @@ class Model:
     updates: int = 0
 
     def load_hf(self, path: str) -> None:
-        weights.load_hf(self.bare(), self.arch, self.layout, self.rank, self.params, path, value_head=self.value_head)
+        weights.load_hf(self.bare(), self.arch, self.layout, self.rank, path, value_head=self.value_head)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
-    def owned_shards(self) -> list[weights.Shard]:
-        return weights.owned_shards(self.bare(), self.arch, self.layout, self.rank, self.params)
+    def owned_shards(self, prediction: bool = True) -> list[weights.Shard]:
+        """The shards this rank answers for; without `prediction`, those of the model that a sampler runs."""
+        owned = weights.owned_shards(self.bare(), self.arch, self.layout, self.rank, self.params)
+        return [s for s in owned if prediction or not s.name.startswith("mtp.")]
 
     def logprobs(self, micro_batches: list[list[Sample]], temperature: float) -> list[dict]:
         """Log-probability and entropy of every response token; one dict a micro-batch on the last pipeline stage."""

@@ -50,7 +50,23 @@ def build_optimizer(chunks: list[DistributedDataParallel], *, lr: float, betas: 
     optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     for part in _parts(optimizer):
         part.get_parameter_state_dp_zero = _with_bucket_padding(part, part.get_parameter_state_dp_zero)
+        if not any(group["params"] for group in part.param_groups):
+            part.state_dict = _state_without_params(part, _parts(optimizer)[0])
     return optimizer
+
+
+def _state_without_params(part, other):
+    """`state_dict` of the experts' optimizer on a pipeline stage that has none.
+
+    Megatron-core looks for the one step count that torch's Adam keeps with every parameter; here it is that of the stage's `other` ones.
+    """
+
+    def state():
+        step = other.state_dict()["optimizer"]["param_groups"][0].get("step")
+        groups = [{k: v for k, v in group.items() if k != "params"} | {"step": step} for group in part.param_groups]
+        return {"optimizer": {"param_groups": groups}}
+
+    return state
 
 
 def _with_bucket_padding(part, gather):

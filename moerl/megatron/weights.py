@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from moerl.layout import ParallelLayout
-from moerl.models import carried_of
+from moerl.models import params_of, read_arch
 from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader
 from moerl.models.tensormap import Param, copies
@@ -24,6 +24,7 @@ FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+PREDICTION = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)$")  # the latter since Megatron-core 0.17
 EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
 GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc\d)\.(weight|bias)(\d+)$")
 VALUE_HEAD = "output_layer.weight"
@@ -42,16 +43,18 @@ class Shard:
 
 def _global_name(local: str, layers: range, first_expert: int) -> str:
     """Megatron's local parameter name with the model's own layer and expert numbers."""
-    match = LAYER.match(local)
-    if not match:
+    if match := LAYER.match(local):
+        owner = f"decoder.layers.{layers[int(match[1])]}"
+    elif match := PREDICTION.match(local):
+        owner = f"mtp.layers.{match[1]}.transformer_layer"
+    else:
         return local
-    layer, rest = layers[int(match[1])], match[2]
-    rest = FUSED_NORMS.get(rest, rest)
+    rest = FUSED_NORMS.get(match[2], match[2])
     if expert := EXPERT.match(rest):
         rest = f"mlp.experts.{first_expert + int(expert[1])}.{expert[2]}"
     elif expert := GROUPED_EXPERT.match(rest):
         rest = f"mlp.experts.{first_expert + int(expert[3])}.{expert[1]}.{expert[2]}"
-    return f"decoder.layers.{layer}.{rest}"
+    return f"{owner}.{rest}"
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
@@ -109,11 +112,13 @@ def mark_parallel(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, ra
 
 
 @torch.no_grad()
-def load_hf(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int, params: dict[str, Param], path: str, *,
-            value_head: bool = False) -> None:
-    """Fill this rank's shards from the checkpoint at `path`, reading only the boxes it owns; the value head is left as it is."""
+def load_hf(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int, path: str, *, value_head: bool = False) -> None:
+    """Fill this rank's shards from the checkpoint at `path`, reading only the boxes it owns; the value head is left as it is.
+
+    The checkpoint is checked whole, and its prediction layers are left aside where the chunks have none.
+    """
     reader = HFReader(path)
-    params = reader.fit(params, carried_of(arch))
+    params = reader.fit(params_of(read_arch(path)))
     for shard in shards(chunks, arch, layout, rank, params, value_head=value_head):
         param = params[shard.name]
         if tuple(shard.tensor.shape) != param.local_shape(shard.parts):

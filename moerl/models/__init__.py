@@ -1,5 +1,4 @@
-"""Model families. A family is one module with `arch(hf_config) -> Arch` and `params(arch) -> Iterator[Param]`,
-and `carried(arch)` where its checkpoints have tensors that Megatron does not hold."""
+"""Model families. A family is one module with `arch(hf_config) -> Arch` and `params(arch) -> Iterator[Param]`."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from moerl.models import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, llama, minimax_m2, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from moerl.models.arch import Arch, ModelError
+from moerl.models.checkpoint import HFReader
 from moerl.models.tensormap import Param
 
 FAMILIES = {
@@ -19,7 +19,10 @@ FAMILIES = {
 
 
 def read_arch(path: str | Path) -> Arch:
-    """The architecture of the Hugging Face checkpoint in directory `path`, or of a configuration file."""
+    """The architecture of the Hugging Face checkpoint in directory `path`, or of a configuration file.
+
+    A checkpoint whose configuration names prediction layers may have left all their tensors out: then the model has none.
+    """
     file = Path(path) if Path(path).is_file() else Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(f"{path}: no Hugging Face checkpoint there (config.json is missing)")
@@ -31,17 +34,20 @@ def read_arch(path: str | Path) -> Arch:
     if family is None:
         raise ModelError(f"{file}: model_type {config.get('model_type')!r} is not supported (supported: {', '.join(FAMILIES)})")
     try:
-        return replace(family.arch(config), context=config.get("max_position_embeddings") or 0)
+        arch = replace(family.arch(config), context=config.get("max_position_embeddings") or 0)
     except KeyError as missing:
         raise ModelError(f"{file}: field {missing} is missing") from None
+    return arch if arch.mtp_layers == 0 or Path(path).is_file() or _predicts(Path(path), arch) else arch.main()
+
+
+def _predicts(path: Path, arch: Arch) -> bool:
+    """Whether the checkpoint has any tensor of the prediction layers; where it has no tensors at all its configuration decides."""
+    if not any(path.glob("*.safetensors*")):
+        return True
+    layers = tuple(f"model.layers.{i}." for i in range(arch.layers, arch.layers + arch.mtp_layers))
+    return any(name.startswith(layers) for name in HFReader(path).files)
 
 
 def params_of(arch: Arch) -> dict[str, Param]:
     """The family's tensor map by Megatron name."""
     return {p.name: p for p in FAMILIES[arch.family].params(arch)}
-
-
-def carried_of(arch: Arch) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the tensors that a checkpoint may have and no Megatron model holds: they stay in a checkpoint as they are."""
-    family = FAMILIES[arch.family]
-    return family.carried(arch) if hasattr(family, "carried") else {}

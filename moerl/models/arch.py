@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moerl.layout import ModelDims
 
@@ -85,7 +85,7 @@ class Arch:
     shared_ffn: int = 0
     latent: Latent | None = None
     yarn: Yarn | None = None
-    mtp_layers: int = 0
+    mtp_layers: int = 0  # multi-token prediction layers, behind the last decoder layer
     rotary_percent: float = 1.0  # the first part of every head that is rotated
     wide_qk_norm: bool = False  # one norm over all query heads and one over all key heads, before they are split
     linear_bias: bool = False  # every linear layer has one, router and experts too
@@ -95,6 +95,10 @@ class Arch:
     sinks: bool = False  # one learned logit a head that takes part in the softmax and has no value
     shared_expert_gate: bool = False
     llama3_rope: Llama3Rope | None = None
+
+    def main(self) -> Arch:
+        """The model without its prediction layers: what samples, scores and trains."""
+        return replace(self, mtp_layers=0)
 
     def is_moe(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense_layers

@@ -18,7 +18,7 @@ from moerl.models.arch import ModelError
 from moerl.models.files import DTYPES, SafetensorsFile, Stored
 from moerl.models.fp8 import dequantize
 from moerl.models.mxfp4 import BLOCKS, SCALES, Mxfp4
-from moerl.models.tensormap import Copy, Param, hf_shapes, partly_used, spelled
+from moerl.models.tensormap import Copy, Param, duplicates, hf_shapes, partly_used, spelled
 
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"
@@ -116,29 +116,33 @@ class HFReader:
         """Rows and columns that share a scale."""
         return tuple(self.quantized.get("weight_block_size") or (128, 128))
 
-    def fit(self, params: Mapping[str, Param], carried: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, Param]:
-        """The map in this checkpoint's spelling. Raises `ModelError` unless the checkpoint holds exactly its tensors (`check`)."""
+    def fit(self, params: Mapping[str, Param]) -> dict[str, Param]:
+        """The map in this checkpoint's spelling. Raises `ModelError` unless the checkpoint holds exactly its tensors (`check`).
+
+        Further copies of a tensor may be there or not; of those only the shape is looked at.
+        """
         params = spelled(params, {*self.files, *self._packed()})
         shapes, used = hf_shapes(params.values()), partly_used(params.values())
-        lines = self._misfits(shapes, carried or {}, {p.copied_as for p in params.values()})
+        copies = {copy: shapes[own] for copy, own in duplicates(params.values()).items() if copy in self.files}
+        lines = self._misfits(shapes | copies)
         for name in sorted(used):
             lines.append(f"tensor {name} {shapes[name]} is there, and {prod(shapes[name]) - used[name]} of its elements under other names")
         self._refuse(lines)
         return params
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], carried: Mapping[str, tuple[int, ...]] | None = None) -> None:
-        """Raise `ModelError`, one line a tensor, unless the checkpoint holds exactly these tensors, and all or none of `carried`."""
-        self._refuse(self._misfits(shapes, carried or {}, set()))
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise `ModelError`, one line a tensor, unless the checkpoint holds exactly these tensors (and rotary frequencies)."""
+        self._refuse(self._misfits(shapes))
 
     def _packed(self) -> set[str]:
         """Names of the tensors stored as MXFP4."""
         return {n.removesuffix(BLOCKS) for n in self.files if n.endswith(BLOCKS) and n.removesuffix(BLOCKS) + SCALES in self.files}
 
-    def _misfits(self, shapes: Mapping[str, tuple[int, ...]], carried: Mapping[str, tuple[int, ...]], aside: set[str | None]) -> list[str]:
-        shapes, packed = {**shapes, **self._present(carried)}, self._packed()
+    def _misfits(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        packed = self._packed()
         names = set(self.files) | packed
         missing = sorted(set(shapes) - names)
-        known = set(shapes) | aside | {n + part for n in packed & set(shapes) for part in (BLOCKS, SCALES)}
+        known = set(shapes) | {n + part for n in packed & set(shapes) for part in (BLOCKS, SCALES)}
         known |= {n + SCALE for n in set(shapes) & set(self.files) if self._stored(n).get_dtype().startswith("F8")}
         extra = sorted(name for name in set(self.files) - known if not name.endswith(FREQUENCIES))
         lines = [f"missing tensor {n} {shapes[n]}" for n in missing] + [f"unexpected tensor {n} in {self.files[n]}" for n in extra]
@@ -153,13 +157,9 @@ class HFReader:
             more = f"\n... and {len(lines) - 10} more" if len(lines) > 10 else ""
             raise ModelError(f"{self.path}: the checkpoint does not fit its config.json\n" + "\n".join(lines[:10]) + more)
 
-    def _present(self, carried: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
-        return carried if any(name in self.files for name in carried) else {}
-
-    def carried(self, names: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, torch.Tensor]:
-        """Rotary frequencies and those of the tensors `names` that the checkpoint has, as they are; scaled float8 ones as `dtype`."""
-        found = {name: self._slice(name) for name in [*self._present(names), *(n for n in self.files if n.endswith(FREQUENCIES))]}
-        return {name: box[:].to(getattr(torch, dtype)) if isinstance(box, BlockScaled) else box[:] for name, box in found.items()}
+    def frequencies(self) -> dict[str, torch.Tensor]:
+        """The rotary frequencies that the checkpoint has, as they are."""
+        return {name: self._stored(name)[:] for name in self.files if name.endswith(FREQUENCIES)}
 
     def read(self, copy: Copy) -> torch.Tensor:
         """The elements `copy.source` of a piece, at the rank of its view."""

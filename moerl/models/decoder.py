@@ -125,16 +125,37 @@ def layer(arch: Arch, i: int, *, moe: MoeMap = moe, moe_at: str = "mlp") -> Iter
         yield from gated_mlp(f"{name}.mlp", f"{hf}.mlp", arch.hidden, arch.ffn, i)
 
 
+def prediction(arch: Arch, k: int, inner: Iterator[Param]) -> Iterator[Param]:
+    """Multi-token prediction layer `k` (DeepSeek-V3 report, section 2.2): norms, projection and the decoder layer `inner`.
+
+    eh_proj takes [norm of the next token's embedding; norm of the hidden state], in this order in the released checkpoints (vLLM's
+    deepseek_mtp and glm4_moe_mtp read them so) and in Megatron-core; the report's equation 21 writes the halves the other way round.
+    Megatron-core cuts its rows over tensor-parallel ranks and gathers its output. Embedding and head are the main model's.
+    """
+    name, hf = f"mtp.layers.{k}", f"model.layers.{arch.layers + k}"
+    for norm in ("enorm", "hnorm"):
+        yield whole(f"{name}.{norm}.weight", f"{hf}.{norm}.weight", (arch.hidden,), "last")
+    yield whole(f"{name}.eh_proj.weight", f"{hf}.eh_proj.weight", (arch.hidden, 2 * arch.hidden), "last", split=0)
+    for param in inner:
+        part = param.name.removeprefix(f"decoder.layers.{arch.layers + k}.")
+        yield replace(param, name=f"{name}.transformer_layer.{part}", stage="last")
+    yield whole(f"{name}.final_layernorm.weight", f"{hf}.shared_head.norm.weight", (arch.hidden,), "last")
+
+
 def decoder(arch: Arch, *, moe: MoeMap = moe, moe_at: str = "mlp") -> Iterator[Param]:
     """All parameters of a pre-norm decoder with rotary attention and SwiGLU or mixture-of-experts layers.
 
     `moe` maps a mixture-of-experts layer, which the checkpoint calls `moe_at`.
     """
     table = (arch.vocab, arch.hidden)
-    yield whole("embedding.word_embeddings.weight", "model.embed_tokens.weight", table, "first", split=0, padded=VOCAB_MULTIPLE)
+    extra = [f"model.layers.{i}" for i in range(arch.layers, arch.layers + arch.mtp_layers)]
+    yield whole("embedding.word_embeddings.weight", "model.embed_tokens.weight", table, "first", split=0, padded=VOCAB_MULTIPLE,
+                copied_as=tuple(f"{hf}.embed_tokens.weight" for hf in extra))
     for i in range(arch.layers):
         yield from layer(arch, i, moe=moe, moe_at=moe_at)
     yield whole("decoder.final_layernorm.weight", "model.norm.weight", (arch.hidden,), "last")
-    head = "model.embed_tokens.weight" if arch.tied_embeddings else "lm_head.weight"
+    head, copies = ("model.embed_tokens.weight", ["lm_head.weight"]) if arch.tied_embeddings else ("lm_head.weight", [])
     yield whole("output_layer.weight", head, table, "last", split=0, padded=VOCAB_MULTIPLE, tied=arch.tied_embeddings,
-                copied_as="lm_head.weight" if arch.tied_embeddings else None)
+                copied_as=(*copies, *(f"{hf}.shared_head.head.weight" for hf in extra)))
+    for k in range(arch.mtp_layers):
+        yield from prediction(arch, k, layer(arch, arch.layers + k, moe=moe, moe_at=moe_at))

@@ -3,22 +3,15 @@
 An expert is chosen by score plus bias among the groups with the best two experts (`noaux_tc`) and weighted by its score alone. The bias is
 loaded, exported and synced; its update rule belongs to pre-training and stays off.
 
-Multi-token prediction (`num_nextn_predict_layers`): the extra layers are neither built nor trained. A checkpoint may have all of their
-tensors or none. Where it has them, an exported checkpoint has them too, as they were: the copies of embedding and head in them are then
-older than the trained ones, which costs a speculative decoder accepted tokens and does not change its output. A running engine is never
-sent them.
+Multi-token prediction (`num_nextn_predict_layers`): the actor holds the extra layers, saves and exports them, and does not run or train
+them; an exported checkpoint's copies of embedding and head in them are the trained ones. A running engine is never sent them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
-
 from moerl.models import mla
 from moerl.models.arch import Arch
 from moerl.models.decoder import decoder as params  # noqa: F401  (the family's tensor map)
-from moerl.models.decoder import layer
-from moerl.models.tensormap import hf_shapes
 
 NAME = "deepseek_v3"
 
@@ -41,17 +34,3 @@ def arch(hf: dict) -> Arch:
         dense_layers=frozenset(range(hf.get("first_k_dense_replace", 0))),
         mtp_layers=hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers", 0)) or 0,
     )
-
-
-def carried(arch: Arch) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the tensors of the multi-token prediction layers."""
-    numbers = range(arch.layers, arch.layers + arch.mtp_layers)
-    return hf_shapes(chain.from_iterable(layer(arch, i) for i in numbers)) | dict(chain.from_iterable(_mtp(arch, i) for i in numbers))
-
-
-def _mtp(arch: Arch, i: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    table, norm = (arch.vocab, arch.hidden), (arch.hidden,)
-    shapes = {"embed_tokens": table, "enorm": norm, "hnorm": norm, "eh_proj": (arch.hidden, 2 * arch.hidden), "shared_head.norm": norm,
-              "shared_head.head": table}
-    for name, shape in shapes.items():
-        yield f"model.layers.{i}.{name}.weight", shape

@@ -1,10 +1,12 @@
-"""GLM-4.5, 4.6, 4.7 and GLM-4.5-Air: half-rotary GQA with biases, sigmoid-routed experts in groups, one shared expert."""
+"""GLM-4.5, 4.6, 4.7 and GLM-4.5-Air: half-rotary GQA with biases, sigmoid-routed experts in groups, one shared expert.
+
+The prediction layer (`num_nextn_predict_layers`) has DeepSeek-V3's names; GLM-4.6's leaves out the copies of embedding and head.
+"""
 
 from __future__ import annotations
 
 from moerl.models.arch import Arch, ModelError
 from moerl.models.decoder import decoder as params  # noqa: F401  (the family's tensor map)
-from moerl.models.deepseek_v3 import carried  # noqa: F401  (the same prediction layers)
 
 
 def arch(hf: dict) -> Arch:

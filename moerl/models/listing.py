@@ -14,11 +14,13 @@ from moerl.models.tensormap import Param
 @dataclass(frozen=True)
 class Counts:
     """Parameters of a model, elements of its checkpoint: `embedding` is the token table and an output layer of its own; `active` are
-    those one token meets, all but the experts that it is not routed to."""
+    those one token meets, all but the experts that it is not routed to. `prediction` layers are in none of these, and their copies of
+    embedding and head nowhere."""
 
     total: int
     embedding: int
     active: int
+    prediction: int = 0
 
 
 def _size(param: Param) -> int:
@@ -26,11 +28,12 @@ def _size(param: Param) -> int:
 
 
 def count(arch: Arch) -> Counts:
-    params = list(params_of(arch).values())
+    params = list(params_of(arch.main()).values())
     experts = sum(_size(p) for p in params if p.expert is not None)
     total = sum(map(_size, params))
     embedding = sum(_size(p) for p in params if p.name in ("embedding.word_embeddings.weight", "output_layer.weight"))
-    return Counts(total, embedding, total - (experts // arch.experts * (arch.experts - arch.topk) if arch.experts else 0))
+    active = total - (experts // arch.experts * (arch.experts - arch.topk) if arch.experts else 0)
+    return Counts(total, embedding, active, sum(map(_size, params_of(arch).values())) - total)
 
 
 def families() -> str:
@@ -47,8 +50,9 @@ def model(path: str | Path) -> str:
     arch = read_arch(path)
     found = count(arch)
     rows = [(f.name, _show(getattr(arch, f.name))) for f in fields(arch) if getattr(arch, f.name)]
-    counts = {"parameters": found.total, "in embeddings": found.embedding, "active per token": found.active}
-    rows += [(name, _billions(number)) for name, number in counts.items()]
+    counts = {"parameters": found.total, "in embeddings": found.embedding, "active per token": found.active,
+              "more in prediction layers": found.prediction}
+    rows += [(name, _billions(number)) for name, number in counts.items() if number]
     return _table(rows)
 
 

@@ -58,8 +58,8 @@ class Param:
     """One Megatron parameter (or persistent buffer) of the whole model, by its name with global layer and expert numbers.
 
     `rank` is the number of dimensions Megatron's tensor has; `stage` is the layer number, "first" (embedding) or "last" (final norm, head).
-    With `padded` every shard is filled up with zeros to a multiple of that many rows. A `tied` parameter is read but never exported;
-    `copied_as` is the name under which some checkpoints hold it a second time, which is then left aside.
+    With `padded` every shard is filled up with zeros to a multiple of that many rows. A `tied` parameter is read but never exported.
+    `copied_as` are names under which some checkpoints hold its tensor again: not read, and written anew where they were (`copy_again`).
     """
 
     name: str
@@ -71,7 +71,7 @@ class Param:
     expert: int | None = None
     padded: int = 0
     tied: bool = False
-    copied_as: str | None = None
+    copied_as: tuple[str, ...] = ()
 
     def extent(self, parts: int) -> int:
         """Length of the split dimension on one of `parts` ranks."""
@@ -128,6 +128,16 @@ def copies_in(param: Param, box: tuple[slice, ...]) -> list[Copy]:
 def hf_shapes(params: Iterable[Param]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every Hugging Face tensor of the model."""
     return {p.name: p.shape for param in params if not param.tied for p in param.pieces}
+
+
+def duplicates(params: Iterable[Param]) -> dict[str, str]:
+    """Further names under which a checkpoint may hold a tensor, with the tensor's own."""
+    return {copy: param.pieces[0].name for param in params for copy in param.copied_as}
+
+
+def copy_again(params: Iterable[Param], tensors: dict[str, torch.Tensor], names: Container[str]) -> dict[str, torch.Tensor]:
+    """The model's `tensors` and those further copies of them that a checkpoint with tensors `names` holds."""
+    return tensors | {copy: tensors[own].clone() for copy, own in duplicates(params).items() if copy in names}
 
 
 def spelled(params: Mapping[str, Param], names: Container[str]) -> dict[str, Param]:

@@ -12,7 +12,6 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,10 +89,11 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def needed_header(model: str) -> Header:
     """Names and shapes of a whole set of weights as a sync brings it: in the tensor map's spelling, whatever the start checkpoint's.
 
+    vLLM's model has no prediction layers: their tensors are not among them.
     The dtype is the checkpoint's where it has a tensor of that name, else any float.
     """
     stored = checkpoint_header(model)
-    shapes = hf_shapes(params_of(read_arch(model)).values())
+    shapes = hf_shapes(params_of(read_arch(model).main()).values())
     return {name: (shape, stored[name][1] if name in stored else "BF16") for name, shape in shapes.items()}
 
 
@@ -229,10 +229,8 @@ class RolloutEngine:
                 self._engine.abort_request(list(pending))
         return results
 
-    def load_weights(self, tensors: dict[str, torch.Tensor], version: int, without: Iterable[str] = ()) -> float:
+    def load_weights(self, tensors: dict[str, torch.Tensor], version: int) -> float:
         """Replace all weights by `tensors` (Hugging Face names, full tensors) and serve them as `version`.
-
-        The checkpoint's tensors `without` may be left out: ones that vLLM's model does not hold.
 
         All or nothing: names, shapes and dtypes are checked on every worker before any weight is touched. While it
         runs, /dev/shm holds the whole model. Returns the seconds it took.
@@ -244,8 +242,7 @@ class RolloutEngine:
         path = SHARED_MEMORY / f"moerl-weights-{os.getpid()}-{uuid.uuid4().hex}.safetensors"
         try:
             write_safetensors(path, tensors)
-            needed = {name: entry for name, entry in self._needed.items() if name not in without}
-            self._call(ValueError, "moerl_check_weights", str(path), needed)
+            self._call(ValueError, "moerl_check_weights", str(path), self._needed)
             self._version, self._incomplete = None, True
             self._call(RuntimeError, "moerl_load_weights", str(path))
             if not self._engine.reset_prefix_cache():  # its keys and values belong to the old weights

@@ -9,7 +9,7 @@ import numpy as np
 import ray
 import torch
 
-from moerl.models import carried_of, params_of
+from moerl.models import params_of
 from moerl.models.arch import Arch
 from moerl.models.tensormap import assemble
 from moerl.rollout.engine import Completion, RolloutEngine
@@ -30,7 +30,7 @@ class EngineActor:
     def sync(self, arch: Arch, version: int, *ranks: list[tuple[str, torch.Tensor, int, int]]) -> float:
         """Assemble the shards of all ranks into Hugging Face tensors and serve them as `version`. Seconds it took."""
         start = time.perf_counter()
-        self.engine.load_weights(assemble(params_of(arch), ranks), version, without=carried_of(arch))
+        self.engine.load_weights(assemble(params_of(arch.main()), ranks), version)
         return time.perf_counter() - start
 
     def generate(self, prompts: list[list[int]], options: dict) -> list[list[Completion]]:
