@@ -1,16 +1,15 @@
-"""Parameters cut into boxes small enough to hold in memory, and where a box lies in the tensors of either format."""
+"""Parameters cut into boxes small enough to hold in memory, and where a box lies in a Hugging Face tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
 
-from moerl.models.dist_keys import Place
-from moerl.models.tensormap import Param, Piece
+import torch
+
+from moerl.models.tensormap import Box, Param, Piece
 
 CHUNK = 2**26  # bytes of a box, at most; the same for all budgets, so that they do not show in the result
-
-Box = tuple[slice, ...]
 
 
 def cut(param: Param, shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> Iterator[Box]:
@@ -40,20 +39,6 @@ def _cut(before: Box, rest: tuple[int, ...], itemsize: int, multiple: int) -> It
             yield (*before, slice(low, min(low + count, rest[0])), *(slice(0, n) for n in rest[1:]))
 
 
-def shape_of(box: Box) -> tuple[int, ...]:
-    return tuple(b.stop - b.start for b in box)
-
-
-def in_checkpoint(param: Param, place: Place, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Corner and sizes in the distributed checkpoint's tensor of a box (one run of elements) of the parameter's logical array."""
-    lead = len(box) - param.rank + 1
-    first, count = 0, 1
-    for b, n in zip(box[:lead], param.box(1)[:lead]):
-        first, count = first * n + b.start, count * (b.stop - b.start)
-    corner, sizes = (first, *(b.start for b in box[lead:])), (count, *(b.stop - b.start for b in box[lead:]))
-    return (corner, sizes) if place.entry is None else ((place.entry, *corner), (1, *sizes))
-
-
 def in_tensor(piece: Piece, source: Box) -> int:
     """Number of the element of the Hugging Face tensor where the elements `source` of the piece's view, one run of them, begin."""
     inside = sum(s.start * prod(piece.view[d + 1 :]) for d, s in enumerate(source))
@@ -64,3 +49,8 @@ def is_run(shape: tuple[int, ...], box: Box) -> bool:
     """Whether the elements of `box` of an array [shape] lie one after the other."""
     cutting = [d for d, b in enumerate(box) if b.stop - b.start != shape[d]]
     return not cutting or all(b.stop - b.start == 1 for b in box[: cutting[-1]])
+
+
+def in_float32(param: Param, dtype: torch.dtype) -> bool:
+    """Whether a cast leaves the parameter alone: a router's selection bias in float32 is a sum of many small steps."""
+    return dtype == torch.float32 and param.name.endswith("expert_bias")

@@ -6,95 +6,42 @@ Tensors are read from the checkpoint's files at whatever layout wrote them. No m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 
-from checkpoint_tools import torch_dist
-from checkpoint_tools.boxes import Box, cut, in_checkpoint, in_tensor, is_run, shape_of
-from checkpoint_tools.hf_to_megatron import KEPT
+from checkpoint_tools.boxes import cut, in_float32, in_tensor, is_run
 from checkpoint_tools.output import write
 from checkpoint_tools.stream import OutFile
-from moerl.models import fp8, params_of, read_arch
+from moerl.models import fp8, torch_dist
 from moerl.models.arch import ModelError
 from moerl.models.checkpoint import INDEX, SCALE, copy_side_files, fingerprint, set_config
-from moerl.models.dist_keys import places
 from moerl.models.files import header
-from moerl.models.tensormap import Param, copies_in, duplicates
+from moerl.models.source import HEAD, MegatronSource
+from moerl.models.tensormap import Param, copies_in, duplicates, shape_of
 
 SHARD = 5 * 10**9  # bytes of a file
-HEAD = "output_layer.weight"
+MANIFEST = "manifest.json"  # of a training checkpoint, written last
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(fp8.BLOCK)}
 
 
-class Source:
-    """A Megatron checkpoint as boxes of the map's parameters. `ckpt` is the distributed checkpoint itself or a step of a training run."""
-
-    def __init__(self, ckpt: Path, role: str = "actor", hf: Path | None = None):
-        self.path, self.config = _find(ckpt, role, hf)
-        self.common = torch.load(self.path / torch_dist.COMMON, weights_only=True)
-        tensors = torch_dist.read_metadata(self.path)
-        arch = read_arch(self.config / "config.json")
-        if not any(key.startswith("mtp.") for key in tensors):
-            arch = arch.main()
-        self.arch, self.value_head = arch, tensors.get(HEAD) is not None and tensors[HEAD].shape == (1, arch.hidden)
-        self.params = {n: p for n, p in params_of(arch).items() if not p.tied and not (self.value_head and n == HEAD)}
-        self.places = places(self.params)
-        self._check(tensors)
-        self.reader = torch_dist.Reader(self.path, tensors)
-        self.reader.check()
-
-    def _check(self, tensors: Mapping[str, torch_dist.Tensor]) -> None:
-        wanted = {place.key: place.shape for place in self.places.values()}
-        known = set(wanted) | ({HEAD} if self.value_head or self.arch.tied_embeddings else set())
-        lines = [f"missing tensor {key} {shape}" for key, shape in wanted.items() if key not in tensors]
-        lines += [f"unexpected tensor {key} {tensors[key].shape}" for key in tensors
-                  if key not in known and not key.startswith(("optimizer.", KEPT))]
-        for name, place in self.places.items():
-            if place.key in tensors and not _fits(tensors[place.key].shape, place.shape, self.params[name]):
-                lines.append(f"tensor {place.key} has shape {tensors[place.key].shape}, expected {place.shape}")
-        if lines := list(dict.fromkeys(lines)):
-            more = f"\n... and {len(lines) - 10} more" if len(lines) > 10 else ""
-            raise ModelError(f"{self.path}: does not fit {self.config / 'config.json'}\n" + "\n".join(lines[:10]) + more)
-
-    def dtype(self, param: Param) -> torch.dtype:
-        return self.reader.tensors[self.places[param.name].key].dtype
-
-    def read(self, param: Param, box: Box) -> torch.Tensor:
-        """The elements `box` of the parameter's logical array."""
-        place = self.places[param.name]
-        corner, sizes = in_checkpoint(param, place, box)
-        return self.reader.read(place.key, tuple(slice(c, c + n) for c, n in zip(corner, sizes))).view(shape_of(box))
-
-    def kept(self) -> dict[str, torch_dist.Tensor]:
-        """Tensors of the Hugging Face checkpoint that Megatron does not know, by their name there."""
-        return {k.removeprefix(KEPT): t for k, t in self.reader.tensors.items() if k.startswith(KEPT)}
-
-
-def _fits(found: tuple[int, ...], wanted: tuple[int, ...], param: Param) -> bool:
-    """Whether a tensor is the parameter's: of its shape, or with more rows where the vocabulary was padded for a larger layout."""
-    if param.padded:
-        return found[1:] == wanted[1:] and found[0] >= param.shape[0]
-    return found == wanted
-
-
-def _find(ckpt: Path, role: str, hf: Path | None) -> tuple[Path, Path]:
-    """The distributed checkpoint and the directory with the model's configuration."""
+def open_checkpoint(ckpt: Path, role: str = "actor", hf: Path | None = None) -> MegatronSource:
+    """`ckpt` is a distributed checkpoint or a step of a training run; its configuration lies beside it, or in directory `hf`."""
     path = ckpt
     if not torch_dist.is_torch_dist(ckpt):
         if not (ckpt / role).is_dir():
             raise ModelError(f"{ckpt}: neither a Megatron distributed checkpoint nor a training checkpoint with {role}/ in it")
-        if not (ckpt / "manifest.json").is_file():
-            raise ModelError(f"{ckpt}: manifest.json is missing, so the checkpoint was not written to its end")
+        if not (ckpt / MANIFEST).is_file():
+            raise ModelError(f"{ckpt}: {MANIFEST} is missing, so the checkpoint was not written to its end")
         path = ckpt / role
         if not torch_dist.is_torch_dist(path):
             raise ModelError(f"{path}: not a Megatron distributed checkpoint ({torch_dist.METADATA} or {torch_dist.FORMAT} is missing)")
     for config in (hf,) if hf else (path, path.parent / "hf"):
         if (config / "config.json").is_file():
-            return path, config
+            return MegatronSource(path, config)
     raise ModelError(f"{hf or path}: config.json is missing; name a directory that has the model's with --hf")
 
 
@@ -108,12 +55,12 @@ class Stored:
 
 def convert(ckpt: Path, out: Path, *, memory: int, workers: int, role: str = "actor", hf: Path | None = None, dtype: str | None = None,
             fp8_block: bool = False, share: tuple[int, int] = (0, 1)) -> Path:
-    """Write `out`, the Hugging Face checkpoint of a Megatron one (`Source`), with configuration and tokenizer.
+    """Write `out`, the Hugging Face checkpoint of a Megatron one (`open_checkpoint`), with configuration and tokenizer.
 
     `memory` in bytes is what all workers of this host may hold together. Dtypes stay, or become `dtype`; with `fp8_block` the matrices that
     DeepSeek-V3's own checkpoint has in float8 blocks are quantized so. A critic is written with its value head as a token classifier.
     """
-    source = Source(ckpt, role, hf)
+    source = open_checkpoint(ckpt, role, hf)
     if fp8_block and not source.arch.latent:
         raise ModelError(f"--fp8-block: no {source.arch.family} model is read with float8 blocks (DeepSeek and Kimi are)")
     outputs = Outputs(source, getattr(torch, dtype) if dtype else None, fp8_block)
@@ -121,7 +68,7 @@ def convert(ckpt: Path, out: Path, *, memory: int, workers: int, role: str = "ac
 
     def finish(part: Path) -> None:
         copy_side_files(source.config, part)
-        for own in (torch_dist.FORMAT, "manifest.json"):
+        for own in (torch_dist.FORMAT, MANIFEST):
             (part / own).unlink(missing_ok=True)
         fields = {"dtype": dtype or outputs.common_dtype()}
         if fp8_block:
@@ -151,12 +98,14 @@ def _classifier(part: Path) -> str:
 class Outputs:
     """The tensors to write, the file and the byte where each begins, and what is made for each job."""
 
-    def __init__(self, source: Source, cast: torch.dtype | None, fp8_block: bool):
+    def __init__(self, source: MegatronSource, cast: torch.dtype | None, fp8_block: bool):
         self.source, self.cast, self.fp8_block = source, cast, fp8_block
+        self.params = {n: p for n, p in source.params.items() if not p.tied}
+        self.kept = source.kept()
         self.tensors: dict[str, Stored] = {}
         self.copies: dict[str, list[str]] = {}
         for copy, own in duplicates(source.params.values()).items():
-            if copy in source.common.get("hf_copies", ()):
+            if copy in source.copies:
                 self.copies.setdefault(own, []).append(copy)
         self.file_of: dict[str, str] = {}
         self.start: dict[str, int] = {}
@@ -189,7 +138,7 @@ class Outputs:
     def _groups(self) -> list[tuple[int, list[str], list]]:
         """Tensors that share parameters, which must be in one file; their bytes, names and jobs."""
         groups: dict[str, tuple[list, list]] = {}
-        for param in self.source.params.values():
+        for param in self.params.values():
             names, jobs = groups.setdefault(param.pieces[0].name, ([], []))
             for piece in param.pieces:
                 for name in (piece.name, *self.copies.get(piece.name, ())):
@@ -197,8 +146,8 @@ class Outputs:
                         names.extend(self._declare(name, piece.shape, self.cast if self._casts(param) else self.source.dtype(param)))
             rows = fp8.BLOCK[0] if self.fp8_block else 1
             jobs.extend((param.name, box) for box in cut(param, param.shape, self.source.dtype(param).itemsize, rows))
-        for name, tensor in self.source.kept().items():
-            groups[name] = (list(self._declare(name, tensor.shape, tensor.dtype)), [(KEPT + name, None)])
+        for name, tensor in self.kept.items():
+            groups[name] = (list(self._declare(name, tuple(tensor.shape), tensor.dtype)), [(name, None)])
         if self.source.value_head:
             head = self.cast or self.source.reader.tensors[HEAD].dtype
             names = [*self._declare("score.weight", (1, self.source.arch.hidden), head), *self._declare("score.bias", (1,), head)]
@@ -207,7 +156,7 @@ class Outputs:
                 for names, jobs in groups.values()]
 
     def _casts(self, param: Param) -> bool:
-        return self.cast is not None and not (param.name.endswith("expert_bias") and self.source.dtype(param) == torch.float32)
+        return self.cast is not None and not in_float32(param, self.source.dtype(param))
 
     def _declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
         if not self.quantized(name):
@@ -227,7 +176,7 @@ class Outputs:
         self.file_of |= dict.fromkeys(names, file)
         counts = [len(head)]
         for name, box in jobs:
-            counts.append(sum(self._bytes(copy) for copy in copies_in(self.source.params[name], box)) if box else 0)
+            counts.append(sum(self._bytes(copy) for copy in copies_in(self.params[name], box)) if box else 0)
         size = len(head) + sum(prod(self.tensors[n].shape) * self.tensors[n].dtype.itemsize for n in names)
         counts[-1] += size - sum(counts)
         return OutFile(file, size, (("", head), *jobs), tuple(counts))
@@ -239,15 +188,14 @@ class Outputs:
         name, box = job
         if not name:
             yield 0, [box]
+        elif name == HEAD and box is None:
+            dtype = self.tensors["score.weight"].dtype
+            yield self.start["score.weight"], [_raw(self.source.head().to(dtype))]
+            yield self.start["score.bias"], [_raw(torch.zeros(1, dtype=dtype))]
         elif box is None:
-            tensor = self.source.reader.tensors[name]
-            values = self.source.reader.read(name, tuple(slice(0, n) for n in tensor.shape))
-            if name == HEAD:
-                yield self.start["score.bias"], [_raw(torch.zeros(1, dtype=self.tensors["score.bias"].dtype))]
-                name, values = "score.weight", values.to(self.tensors["score.weight"].dtype)
-            yield self.start[name.removeprefix(KEPT)], [_raw(values)]
+            yield self.start[name], [_raw(self.kept[name])]
         else:
-            param = self.source.params[name]
+            param = self.params[name]
             values = self.source.read(param, box)
             for copy in copies_in(param, box):
                 yield from self._piece(copy, values[copy.target])

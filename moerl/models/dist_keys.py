@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
-from moerl.models.tensormap import Param
+from moerl.models.tensormap import Box, Param
 
 LAYER = re.compile(r"^(decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.(.+)$")
 PREDICTION = re.compile(r"^(mtp\.layers\.\d+)\.mtp_model_layer\.")  # the name since Megatron-core 0.17
@@ -22,6 +22,7 @@ FUSED = {
     "self_attention.kv_layernorm.weight": ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.linear_kv_up_proj.weight"),
     "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight"),
 }
+TABLE = "embedding.word_embeddings.weight"
 UNFUSED = {fused: norm for norm, (fused, _) in FUSED.items()}
 
 
@@ -33,9 +34,18 @@ class Place:
     shape: tuple[int, ...]
     entry: int | None = None
 
+    def box(self, param: Param, box: Box) -> Box:
+        """The elements `box` of the parameter's logical array in the tensor. The dimensions that Megatron merges are cut in one run."""
+        lead = len(box) - param.rank + 1
+        first, count = 0, 1
+        for b, n in zip(box[:lead], param.shape[:lead]):
+            first, count = first * n + b.start, count * (b.stop - b.start)
+        merged = (slice(first, first + count), *box[lead:])
+        return merged if self.entry is None else (slice(self.entry, self.entry + 1), *merged)
+
 
 def places(params: Mapping[str, Param]) -> dict[str, Place]:
-    """The place of every parameter that a checkpoint holds; a tied head is held by the first stage's table."""
+    """The place of every parameter; a tied head's is the table of the first stage."""
     experts: dict[str, int] = {}
     for name, param in params.items():
         if param.expert is not None:
@@ -43,10 +53,10 @@ def places(params: Mapping[str, Param]) -> dict[str, Place]:
             experts[key] = max(experts.get(key, 0), param.expert + 1)
     out = {}
     for name, param in params.items():
-        if param.tied:
-            continue
         shape = param.local_shape(1)
-        if param.expert is None:
+        if param.tied:
+            out[name] = Place(TABLE, shape)
+        elif param.expert is None:
             out[name] = Place(canonical(name, params), shape)
         else:
             key = EXPERT.sub(r"\1.experts.\3", name)

@@ -18,6 +18,12 @@ import torch
 
 from moerl.models.arch import ModelError
 
+Box = tuple[slice, ...]
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(b.stop - b.start for b in box)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -39,7 +45,7 @@ class Piece:
     others: tuple[Piece, ...] = ()
     order: tuple[int, ...] | None = None
 
-    def box(self) -> tuple[slice, ...]:
+    def box(self) -> Box:
         """The elements of the Hugging Face tensor that belong to the piece."""
         extent = self.extent or self.shape
         corner = self.corner or (0,) * len(extent)
@@ -100,8 +106,8 @@ class Copy:
     """The elements `source` of `piece` (in its view) are the elements `target` of the shard (in its logical box)."""
 
     piece: Piece
-    source: tuple[slice, ...]
-    target: tuple[slice, ...]
+    source: Box
+    target: Box
 
 
 def copies(param: Param, parts: int, index: int) -> list[Copy]:
@@ -113,7 +119,7 @@ def copies(param: Param, parts: int, index: int) -> list[Copy]:
     return copies_in(param, tuple(box))
 
 
-def copies_in(param: Param, box: tuple[slice, ...]) -> list[Copy]:
+def copies_in(param: Param, box: Box) -> list[Copy]:
     """What the elements `box` of the parameter's logical array are made of; targets count from the box's corner."""
     out = []
     for piece in param.pieces:

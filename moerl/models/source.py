@@ -1,0 +1,133 @@
+"""A model's weights on disk, in either format, as boxes of the tensor map's parameters."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from moerl.models import params_of, read_arch, torch_dist
+from moerl.models.arch import Arch, ModelError
+from moerl.models.checkpoint import HFReader
+from moerl.models.dist_keys import places
+from moerl.models.tensormap import Box, Param, copies_in, duplicates, shape_of
+
+KEPT = "hf."  # before the names of tensors that are kept as they are and that Megatron does not know
+HEAD = "output_layer.weight"
+
+
+class Source(Protocol):
+    """A checkpoint that holds exactly the parameters `params`; `config` is the directory with its config.json.
+
+    `copies` are names under which the Hugging Face checkpoint had tensors a second time, `kept` tensors that belong to no parameter.
+    """
+
+    arch: Arch
+    params: dict[str, Param]
+    config: Path
+    copies: list[str]
+
+    def dtype(self, param: Param) -> torch.dtype: ...
+
+    def read(self, param: Param, box: Box) -> torch.Tensor:
+        """Elements `box` of the parameter's logical array; rows that pad the vocabulary are zeros."""
+
+    def kept(self) -> dict[str, torch.Tensor]: ...
+
+
+def open_source(path: str | Path, scaled_as: torch.dtype = torch.bfloat16) -> Source:
+    """The checkpoint in directory `path`; ModelError, a line a tensor, unless it fits its config.json."""
+    return MegatronSource(Path(path)) if torch_dist.is_torch_dist(Path(path)) else HFSource(Path(path), scaled_as)
+
+
+class HFSource:
+    """A Hugging Face checkpoint. Scaled float8 and MXFP4 are read as `scaled_as`."""
+
+    def __init__(self, path: Path, scaled_as: torch.dtype):
+        self.path = self.config = path
+        self.arch = read_arch(path)
+        self.reader = HFReader(path, scaled_as)
+        own = params_of(self.arch)
+        self.params = self.reader.fit(own)
+        self.copies = [name for name in duplicates(own.values()) if name in self.reader.files]
+
+    def dtype(self, param: Param) -> torch.dtype:
+        found = {self.reader.dtype(piece.name) for piece in param.pieces}
+        if len(found) > 1:
+            names = ", ".join(piece.name for piece in param.pieces)
+            raise ModelError(f"{self.path}: {names} are of different dtypes ({', '.join(sorted(map(str, found)))})")
+        return found.pop()
+
+    def read(self, param: Param, box: Box) -> torch.Tensor:
+        found, out = copies_in(param, box), None
+        if sum(prod(shape_of(c.source)) for c in found) < prod(shape_of(box)):
+            out = torch.zeros(shape_of(box), dtype=self.dtype(param))
+        elif len(found) > 1:
+            out = torch.empty(shape_of(box), dtype=self.dtype(param))
+        for copy in found:
+            values = self.reader.read(copy)
+            if out is None:
+                return values.to(self.dtype(param))
+            out[copy.target] = values
+        return out
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        return self.reader.frequencies()
+
+
+class MegatronSource:
+    """A Megatron distributed checkpoint, converted or of training, with the configuration beside it or in `config`."""
+
+    def __init__(self, path: Path, config: Path | None = None):
+        self.path, self.config = path, config or path
+        tensors = torch_dist.read_metadata(path)
+        arch = read_arch(self.config / "config.json")
+        self.arch = arch if any(key.startswith("mtp.") for key in tensors) else arch.main()
+        self.value_head = HEAD in tensors and tensors[HEAD].shape == (1, arch.hidden)
+        self.params = {n: p for n, p in params_of(self.arch).items() if not (self.value_head and n == HEAD)}
+        self.places = places(self.params)
+        self.copies = torch.load(path / torch_dist.COMMON, weights_only=True).get("hf_copies", [])
+        self.reader = torch_dist.Reader(path, tensors)
+        self._check(tensors)
+
+    def _check(self, tensors: dict[str, torch_dist.Tensor]) -> None:
+        wanted = {place.key: (place.shape, self.params[name]) for name, place in self.places.items()}
+        known = set(wanted) | ({HEAD} if self.value_head else set())
+        lines = [f"missing tensor {key} {shape}" for key, (shape, _) in wanted.items() if key not in tensors]
+        lines += [f"unexpected tensor {key} {tensors[key].shape}" for key in tensors
+                  if key not in known and not key.startswith(("optimizer.", KEPT))]
+        for key, (shape, param) in wanted.items():
+            if key in tensors and not _fits(tensors[key].shape, shape, param):
+                lines.append(f"tensor {key} has shape {tensors[key].shape}, expected {shape}")
+        if lines:
+            more = f"\n... and {len(lines) - 10} more" if len(lines) > 10 else ""
+            raise ModelError(f"{self.path}: does not fit {self.config / 'config.json'}\n" + "\n".join(lines[:10]) + more)
+        self.reader.check()
+
+    def dtype(self, param: Param) -> torch.dtype:
+        return self.reader.tensors[self.places[param.name].key].dtype
+
+    def read(self, param: Param, box: Box) -> torch.Tensor:
+        place = self.places[param.name]
+        rows = self.reader.tensors[place.key].shape[0]
+        if not param.padded or box[0].stop <= rows:
+            return self.reader.read(place.key, place.box(param, box)).view(shape_of(box))
+        out = torch.zeros(shape_of(box), dtype=self.dtype(param))  # the reader pads more than the writer did
+        if box[0].start < rows:
+            out[: rows - box[0].start] = self.reader.read(place.key, (slice(box[0].start, rows), *box[1:]))
+        return out
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        found = {k: t.shape for k, t in self.reader.tensors.items() if k.startswith(KEPT)}
+        return {k.removeprefix(KEPT): self.reader.read(k, tuple(slice(0, n) for n in shape)) for k, shape in found.items()}
+
+    def head(self) -> torch.Tensor | None:
+        """A critic's value head [1, hidden]."""
+        return self.reader.read(HEAD, (slice(0, 1), slice(0, self.arch.hidden))) if self.value_head else None
+
+
+def _fits(found: tuple[int, ...], wanted: tuple[int, ...], param: Param) -> bool:
+    """Whether a tensor is the parameter's: of its shape, or with more rows where the vocabulary was padded for another layout."""
+    return found[1:] == wanted[1:] and found[0] >= param.shape[0] if param.padded else found == wanted
