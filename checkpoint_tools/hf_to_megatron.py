@@ -98,3 +98,11 @@ def lay_out(tensors: Tensors) -> tuple[list[OutFile], dict[str, torch_dist.Tenso
         counts = tuple(n for _, n in entries)
         out.append(OutFile(f"__{i}_0.distcp", sum(counts), tuple(job for job, _ in entries), counts))
     return out, written
+
+
+if __name__ == "__main__":
+    import typer
+
+    from checkpoint_tools.cli import hf_to_megatron
+
+    typer.run(hf_to_megatron)

@@ -224,3 +224,11 @@ class Outputs:
 
 def _raw(values: torch.Tensor):
     return values.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+if __name__ == "__main__":
+    import typer
+
+    from checkpoint_tools.cli import megatron_to_hf
+
+    typer.run(megatron_to_hf)

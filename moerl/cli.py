@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from checkpoint_tools.cli import audit, convert, inspect
+from moerl.user_errors import user_errors
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration")]
@@ -67,6 +70,11 @@ def doctor() -> None:
     raise typer.Exit(report())
 
 
+app.command()(convert)
+app.command()(audit)
+app.command()(inspect)
+
+
 def _load(path: Path, cls, overrides: list[str]):
     from moerl.config.load import load
 
@@ -86,35 +94,6 @@ def _report(exported: Path, output: str, columns: dict[str, str]) -> None:
         written["reward curve"] = plot.reward_curve(output / "metrics.jsonl", output / "reward.png")
     for what, path in written.items():
         print(f"{what:>20}: {path}")
-
-
-class user_errors:
-    """Print errors that a user can mend as lines, without a traceback, and exit with 1."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if kind is None or not issubclass(kind, _mendable()):
-            return False
-        print("error: " + str(error).replace("\n", "\n       "), file=sys.stderr)
-        raise SystemExit(1)
-
-
-def _mendable() -> tuple[type[BaseException], ...]:
-    """The errors whose message says all. Only classes of loaded modules: an error of any other cannot have been raised."""
-    names = {
-        "moerl.config.load": "ConfigError",
-        "moerl.layout": "LayoutError",
-        "moerl.models.arch": "ModelError",
-        "moerl.controller.data": "DataError",
-        "moerl.controller.checkpoints": "CheckpointError",
-        "moerl.controller.placement": "ClusterError",
-        "moerl.controller.schedule": "ScheduleError",
-        "moerl.rewards.score": "RewardError",
-        "moerl.rollout.remote": "RemoteError",
-    }
-    return tuple(getattr(sys.modules[m], name) for m, name in names.items() if m in sys.modules)
 
 
 if __name__ == "__main__":

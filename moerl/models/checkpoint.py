@@ -78,7 +78,8 @@ class HFReader:
             cache[file] = SafetensorsFile(self.path / file)
         return cache[file]
 
-    def _stored(self, name: str):
+    def stored(self, name: str) -> Stored:
+        """A tensor as its file has it."""
         file = self._handle(self.files[name], self._open)
         if name not in file.keys():
             raise ModelError(f"{self.path / INDEX}: tensor {name} is not in {self.files[name]}, where the index has it")
@@ -86,8 +87,8 @@ class HFReader:
 
     def _slice(self, name: str):
         if name not in self.files and name + BLOCKS in self.files:
-            return Mxfp4(self._stored(name + BLOCKS), self._stored(name + SCALES))
-        stored = self._stored(name)
+            return Mxfp4(self.stored(name + BLOCKS), self.stored(name + SCALES))
+        stored = self.stored(name)
         if not stored.get_dtype().startswith("F8"):
             return stored
         if stored.get_dtype() != "F8_E4M3":
@@ -95,7 +96,7 @@ class HFReader:
         shape, scale_name, block = stored.get_shape(), name + SCALE, self._block
         if scale_name not in self.files:
             raise ModelError(f"{self.path}: tensor {name} is {stored.get_dtype()} without scales ({scale_name} is missing)")
-        scale = self._stored(scale_name)[:]
+        scale = self.stored(scale_name)[:]
         grid = [-(-n // size) for n, size in zip(shape, block)]
         if len(shape) != 2 or list(scale.shape) != grid:
             raise ModelError(f"{self.path}: tensor {scale_name} has shape {tuple(scale.shape)}, blocks of {block} of {shape} need {grid}")
@@ -143,7 +144,7 @@ class HFReader:
         names = set(self.files) | packed
         missing = sorted(set(shapes) - names)
         known = set(shapes) | {n + part for n in packed & set(shapes) for part in (BLOCKS, SCALES)}
-        known |= {n + SCALE for n in set(shapes) & set(self.files) if self._stored(n).get_dtype().startswith("F8")}
+        known |= {n + SCALE for n in set(shapes) & set(self.files) if self.stored(n).get_dtype().startswith("F8")}
         extra = sorted(name for name in set(self.files) - known if not name.endswith(FREQUENCIES))
         lines = [f"missing tensor {n} {shapes[n]}" for n in missing] + [f"unexpected tensor {n} in {self.files[n]}" for n in extra]
         for name in sorted(set(shapes) & names):
@@ -159,7 +160,7 @@ class HFReader:
 
     def frequencies(self) -> dict[str, torch.Tensor]:
         """The rotary frequencies that the checkpoint has, as they are."""
-        return {name: self._stored(name)[:] for name in self.files if name.endswith(FREQUENCIES)}
+        return {name: self.stored(name)[:] for name in self.files if name.endswith(FREQUENCIES)}
 
     def read(self, copy: Copy) -> torch.Tensor:
         """The elements `copy.source` of a piece, at the rank of its view."""
