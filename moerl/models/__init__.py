@@ -1,5 +1,6 @@
 """Model families. A family is one module with `arch(hf_config) -> Arch` and `params(arch) -> Iterator[Param]`,
-and `carried(arch)` where its checkpoints have tensors that Megatron does not hold."""
+`carried(arch)` where its checkpoints have tensors that Megatron does not hold, and `CONFIG` where vLLM needs fields in config.json
+that transformers leaves out when it saves one."""
 
 from __future__ import annotations
 
@@ -45,3 +46,8 @@ def carried_of(arch: Arch) -> dict[str, tuple[int, ...]]:
     """Name and shape of the tensors that a checkpoint may have and no Megatron model holds: they stay in a checkpoint as they are."""
     family = FAMILIES[arch.family]
     return family.carried(arch) if hasattr(family, "carried") else {}
+
+
+def config_of(arch: Arch) -> dict[str, object]:
+    """Fields that an exported checkpoint's config.json has, whether or not the start's has them."""
+    return getattr(FAMILIES[arch.family], "CONFIG", {})

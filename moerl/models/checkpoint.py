@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from moerl.models.tensormap import Copy, Param, hf_shapes, partly_used, spelled
 
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"
+FLOATS = ("F32", "F16", "BF16")
 FREQUENCIES = ".rotary_emb.inv_freq"  # in some checkpoints (Moonlight, Kimi-K2); computed anew by everyone who reads them
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
               "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")
@@ -104,6 +105,14 @@ class HFReader:
     def quantized(self) -> dict:
         """`quantization_config` of the checkpoint, empty where it has none."""
         return json.loads((self.path / "config.json").read_text()).get("quantization_config") or {}
+
+    def as_exported(self, params: Mapping[str, Param], fields: Mapping[str, object]) -> bool:
+        """Whether config.json and tensors have an exported checkpoint's form: unquantised, in the map's own spelling, with `fields`."""
+        config = json.loads((self.path / "config.json").read_text())
+        if self.quantized or any(config.get(name) != value for name, value in fields.items()):
+            return False
+        names = hf_shapes(params.values())
+        return all(name in self.files and self._stored(name).get_dtype() in FLOATS for name in names)
 
     @property
     def _block(self) -> tuple[int, int]:
@@ -191,9 +200,25 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], side_files: str | Path | Iterable[Path], *,
-             max_shard_bytes: int = 5 * 10**9, dtype: str | None = None) -> Path:
-    """Write a Hugging Face checkpoint: shards, index, and config, tokenizer and chat template copied from `side_files` (a directory).
+def write_side_files(out: str | Path, source: str | Path, *, dtype: str | None = None, fields: Mapping[str, object] | None = None) -> None:
+    """Copy config, tokenizer and chat template of the checkpoint `source` into the directory `out`.
+
+    With `dtype` the config becomes that of an unquantised checkpoint of that type, with `fields` in it.
+    """
+    Path(out).mkdir(parents=True, exist_ok=True)
+    for file in SIDE_FILES:
+        if (Path(source) / file).is_file():
+            shutil.copy(Path(source) / file, Path(out) / file)
+    if dtype:
+        config = json.loads((Path(out) / "config.json").read_text())
+        for stale in ("torch_dtype", "quantization_config"):
+            config.pop(stale, None)
+        (Path(out) / "config.json").write_text(json.dumps(config | {"dtype": dtype} | dict(fields or {}), indent=2))
+
+
+def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], side_files: str | Path, *,
+             max_shard_bytes: int = 5 * 10**9, dtype: str | None = None, fields: Mapping[str, object] | None = None) -> Path:
+    """Write a Hugging Face checkpoint: shards, index, and the files of `write_side_files`.
 
     Everything is written beside `out` and moved there at the end, so a half-written checkpoint is never taken for whole.
     """
@@ -217,14 +242,7 @@ def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], side_files: s
     if len(shards) > 1:
         total = sum(t.nbytes for t in tensors.values())
         (part / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
-    for file in SIDE_FILES:
-        if (Path(side_files) / file).is_file():
-            shutil.copy(Path(side_files) / file, part / file)
-    if dtype:
-        config = json.loads((part / "config.json").read_text())
-        for stale in ("torch_dtype", "quantization_config"):
-            config.pop(stale, None)
-        (part / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2))
+    write_side_files(part, side_files, dtype=dtype, fields=fields)
     old = out.with_name(out.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():

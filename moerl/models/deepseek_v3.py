@@ -21,6 +21,7 @@ from moerl.models.decoder import layer
 from moerl.models.tensormap import hf_shapes
 
 NAME = "deepseek_v3"
+CONFIG = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 def arch(hf: dict) -> Arch:
