@@ -25,6 +25,48 @@ def write_qwen3_moe(path: Path, seed: int = 0, **changes) -> Path:
     return path
 
 
+def write_random(path: Path, config, seed: int = 0, **save) -> Path:
+    """A random float32 model of transformers' own class in which no weight has its neutral value; `save` are options of saving."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name or name.endswith(("bias", "sinks")):
+                tensor.add_(torch.randn_like(tensor) * (0.5 if name.endswith("sinks") else 0.1))
+    model.save_pretrained(path, **save)
+    if getattr(config, "num_nextn_predict_layers", 0):
+        add_prediction(path)
+    return path
+
+
+def write_mxfp4(source: Path, path: Path, scales: tuple[int, int]) -> dict:
+    """A copy of a gpt-oss checkpoint at `path` with random MXFP4 experts, exponents of their scales in the range `scales` (bias 127).
+
+    The values of those tensors by transformers' own conversion.
+    """
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors, values = load_file(source / "model.safetensors"), {}
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        exponents = torch.randint(*scales, blocks.shape[:3], dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        values[name] = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
+    path.mkdir(exist_ok=True)
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return values
+
+
 def write_deepseek(path: Path, version: int, seed: int = 0, mtp: bool = False, model_type: str | None = None, **changes) -> Path:
     """A random DeepSeek-V2 or V3 of transformers' own class; with `mtp`, a random multi-token prediction layer behind it."""
     import json

@@ -18,10 +18,10 @@ SAMPLING: dict[str, Any] = {"n": 2, "temperature": 0.7, "max_tokens": 12, "stop_
 GREEDY: dict[str, Any] = {"n": 1, "temperature": 0.0, "max_tokens": 12, "stop_token_ids": [], "seeds": None}
 
 
-def start_engine(model: Path, tp: int = 2) -> RolloutEngine:
+def start_engine(model: Path, tp: int = 2, **options) -> RolloutEngine:
     """An fp32 engine of CPU workers with a small cache."""
     return FaultyEngine(
-        str(model), tp=tp, dtype="float32", max_model_len=256, device="cpu", kv_cache_gib=0.0625, enforce_eager=True
+        str(model), tp=tp, dtype="float32", max_model_len=256, device="cpu", kv_cache_gib=0.0625, enforce_eager=True, **options
     )
 
 
@@ -36,6 +36,15 @@ class FaultyReceiver(WeightReceiver):
 
     def fail_next(self, after: int) -> None:
         self.fail_after = after
+
+    def group_experts(self) -> None:
+        """Tell every router that its experts are one group, which is what they are where a model has no groups.
+
+        vLLM's CPU router knows sigmoid scores with groups only.
+        """
+        for module in self.get_model().modules():
+            if hasattr(router := getattr(module, "router", None), "use_grouped_topk"):
+                router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
 
     def moerl_read_weights(self, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         fail_after = vars(self).pop("fail_after", None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moerl.models import FAMILIES, params_of, read_arch
+from moerl.models import FAMILIES, config_of, params_of, read_arch
 from moerl.models.arch import ModelError
 from moerl.models.checkpoint import HFReader, write_hf
 from moerl.models.tensormap import Assembler, Copy, Piece, copy_again, duplicates, hf_shapes
@@ -120,17 +120,6 @@ def test_stored_rotary_frequencies_are_kept_and_not_synced(tiny, tmp_path):
 
 # ---- float8 checkpoints
 
-RUN = """
-model: {path: PATH/fp8, dtype: float32}
-data: {prompts: "reasoning_gym:chain_sum", size: 8, max_prompt_tokens: 16}
-rollout: {layout: {tp: 1}, prompts_per_step: 4, samples_per_prompt: 2, sampling: {max_tokens: 8}, kv_cache_gib: 0.1}
-actor: {layout: {tp: 1}, max_tokens_per_rank: 64}
-reward: {function: "PATH/rewards.py:dense"}
-trainer: {steps: 1, output: PATH/out}
-cluster: {device: cpu}
-"""
-
-
 def quantize(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Float8 values, a scale a block, and their float32 product, by loops over blocks."""
     rows, columns = weight.shape
@@ -210,15 +199,15 @@ def test_float8_model_loads_as_its_dequantised_values(ranks, tiny, tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_float8_engines_are_refused_before_anything_starts(tiny, tmp_path):
-    from moerl.config.load import load
-    from moerl.config.schema import TrainConfig
-    from moerl.controller.run import plan
-
-    write_float8(tiny("v3"), tmp_path / "fp8")
-    (tmp_path / "run.yaml").write_text(RUN.replace("PATH", str(tmp_path)))
-    with pytest.raises(ModelError, match="fp8: an engine of quantized weights cannot take the trained ones"):
-        plan(load(tmp_path / "run.yaml", TrainConfig))
+def test_what_is_not_as_exported(tiny, tmp_path):
+    """Quantised weights, or a config.json as transformers saves it, without fields that vLLM needs: an engine cannot start from them."""
+    path = tiny("v3")
+    params, fields = params_of(read_arch(path)), config_of(read_arch(path))
+    assert fields and not HFReader(path).as_exported(params, fields) and HFReader(path).as_exported(params, {})
+    write_float8(path, tmp_path / "fp8")
+    assert not HFReader(tmp_path / "fp8").as_exported(params, {})
+    out = write_hf(tmp_path / "out", tensors_of(path), path, dtype="float32", fields=fields)
+    assert HFReader(out).as_exported(params, fields)
 
 
 # ---- real sizes

@@ -16,7 +16,7 @@ from moerl.models import FAMILIES, params_of, read_arch
 from moerl.models.arch import ModelError
 from moerl.models.tensormap import Assembler, copy_again, hf_shapes
 from tests import train_jobs as jobs
-from tests.models import add_prediction
+from tests.models import write_mxfp4, write_random
 from tests.test_parity import LAYOUTS, export_job, logits_job
 
 SIZES = dict(vocab_size=131, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=16,
@@ -63,29 +63,13 @@ LEFT_OUT = {("glm4_moe_air", name) for name in LAYOUTS if name != "1"} | {("gpt_
 CASES = [(family, name) for family in WRITERS for name in LAYOUTS if (family, name) not in LEFT_OUT]
 
 
-def write(path: Path, config) -> Path:
-    """A random float32 model of transformers' own class in which no weight has its neutral value."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or name.endswith(("bias", "sinks")):
-                tensor.add_(torch.randn_like(tensor) * (0.5 if name.endswith("sinks") else 0.1))
-    model.save_pretrained(path)
-    if getattr(config, "num_nextn_predict_layers", 0):
-        add_prediction(path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     made = {}
 
     def get(family: str) -> Path:
         if family not in made:
-            made[family] = write(tmp_path_factory.mktemp("tiny") / family, WRITERS[family]())
+            made[family] = write_random(tmp_path_factory.mktemp("tiny") / family, WRITERS[family]())
         return made[family]
 
     return get
@@ -266,18 +250,7 @@ def test_a_stage_without_experts_is_saved_and_resumed(ranks, tiny, tmp_path):
 
 def test_mxfp4_experts_are_read_as_their_values(ranks, tiny, tmp_path):
     """Every code and a range of scales, against transformers' own conversion; exported whole by expert-parallel ranks."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    tensors, want = load_file(tiny("gpt_oss") / "model.safetensors"), {}
-    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(110, 130, blocks.shape[:3], dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        want[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tiny("gpt_oss") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    want = write_mxfp4(tiny("gpt_oss"), tmp_path, scales=(110, 130))
     whole = Assembler(params_of(read_arch(tmp_path)))
     for shards in ranks.run(LAYOUTS["tp2 ep2"], export_job, str(tmp_path)):
         for shard in shards:

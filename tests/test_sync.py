@@ -73,7 +73,7 @@ def test_running_engine_equals_a_fresh_one_sync_after_sync(start, tmp_path):
             processes.rollout.sync(planned.arch, version, actor.shard_refs())
             seen[version] = observed(processes.rollout.generate), ray.get(engine.digests.remote())
             exported[version] = processes.export(tmp_path / f"v{version}", str(start), "float32")
-            _same_logprobs(processes, actor)
+            assert_same_logprobs(processes, actor)
         assert seen[1] != seen[2]
         processes.rollout.sync(planned.arch, 3, actor.shard_refs())
         assert (observed(processes.rollout.generate), ray.get(engine.digests.remote())) == seen[2], "the same weights again"
@@ -89,7 +89,7 @@ def test_running_engine_equals_a_fresh_one_sync_after_sync(start, tmp_path):
         fresh.shutdown()
 
 
-def _same_logprobs(processes, actor) -> None:
+def assert_same_logprobs(processes, actor) -> None:
     """vLLM's log-probs of what it sampled, at the sampling temperature, are Megatron's."""
     completions = processes.rollout.generate(PROMPTS, seeds=[1, 2, 3, 4], **SAMPLED)
     pairs = [(prompt, c) for prompt, answers in zip(PROMPTS, completions) for c in answers]

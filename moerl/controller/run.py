@@ -13,9 +13,9 @@ from moerl.controller import checkpoints
 from moerl.controller.group import Role, WorkerGroup
 from moerl.controller.placement import Cluster, Placement, check_tokenizer, max_tokens, place
 from moerl.controller.worker import ModelSpec
-from moerl.models import params_of, read_arch
-from moerl.models.arch import Arch, ModelError
-from moerl.models.checkpoint import HFReader, write_hf
+from moerl.models import config_of, params_of, read_arch
+from moerl.models.arch import Arch
+from moerl.models.checkpoint import HFReader, copy_side_files, set_config, write_hf
 from moerl.models.tensormap import assemble, copy_again
 from moerl.rollout.group import Rollout
 from moerl.track.record import finish_run, write_run
@@ -29,6 +29,7 @@ class Plan:
     arch: Arch
     placement: Placement
     tokenizer: object
+    as_exported: bool  # the start checkpoint has the form of an exported one, which is the form that an engine takes
 
     def describe(self) -> str:
         return f"{dump(self.config)}\n# placement\n{self.placement.describe()}"
@@ -43,11 +44,10 @@ def plan(config: RunConfig) -> Plan:
     placement = place(config, arch)
     reader = HFReader(config.model.path)
     reader.fit(params_of(arch))
-    if placement.engines and reader.quantized:
-        raise ModelError(f"{config.model.path}: an engine of quantized weights cannot take the trained ones; start from a plain copy")
+    as_exported = reader.as_exported(params_of(arch.main()), config_of(arch))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     check_tokenizer(tokenizer, arch, config.model.path)
-    return Plan(config, arch, placement, tokenizer)
+    return Plan(config, arch, placement, tokenizer, as_exported)
 
 
 def prepare_output(config: RunConfig, resume: bool) -> Path | None:
@@ -87,7 +87,7 @@ class Processes:
             for names, layout in placement.groups
         ]
         gpus = self._start_groups(config, timeout)
-        self.rollout = self._start_rollout(config, gpus) if placement.engines else None
+        self.rollout = self._start_rollout(plan, gpus) if placement.engines else None
         for group, (names, _) in zip(self.groups, placement.groups):
             for name in names:
                 self.roles[name] = Role(group, name, model_spec(config, plan.arch, name), max_tokens(config, name))
@@ -101,11 +101,12 @@ class Processes:
             gpus = max(gpus, [gpu for rank in where for gpu in rank["gpus"]], key=len)
         return gpus
 
-    def _start_rollout(self, config: TrainConfig, gpus: list[str]) -> Rollout:
+    def _start_rollout(self, plan: Plan, gpus: list[str]) -> Rollout:
+        config: TrainConfig = plan.config
         r, tp = config.rollout, config.rollout.layout.tp
         device = self.cluster.placement.device
         options = dict(
-            model=str(Path(config.model.path).resolve()), tp=tp, dtype=r.dtype or config.model.dtype, device=device,
+            model=str(engine_model(plan).resolve()), empty=not plan.as_exported, tp=tp, dtype=r.dtype or config.model.dtype, device=device,
             max_model_len=config.data.max_prompt_tokens + r.sampling.max_tokens, kv_cache_gib=r.kv_cache_gib,
             gpu_memory_utilization=r.gpu_memory_utilization, enforce_eager=r.enforce_eager or device == "cpu",
             max_num_seqs=r.max_num_seqs, seed=config.trainer.seed,
@@ -122,12 +123,24 @@ class Processes:
         """Write the actor as a Hugging Face checkpoint."""
         params, start = params_of(self.arch), HFReader(side_files)
         tensors = copy_again(params.values(), assemble(params, self.roles["actor"].shards()), start.files)
-        return write_hf(path, tensors | start.frequencies(), side_files, dtype=dtype)
+        return write_hf(path, tensors | start.frequencies(), side_files, dtype=dtype, fields=config_of(self.arch))
 
     def shutdown(self) -> None:
         if getattr(self, "rollout", None):
             self.rollout.shutdown()
         self.cluster.shutdown()
+
+
+def engine_model(plan: Plan) -> Path:
+    """The directory an engine starts from: the start checkpoint, or, where an engine could not take exported weights in its place,
+    a directory with the exported form's config and no weights. The first sync brings those."""
+    path = Path(plan.config.model.path)
+    if plan.as_exported:
+        return path
+    out = Path(plan.config.trainer.output) / "engine"
+    copy_side_files(path, out)
+    set_config(out, dtype=plan.config.model.dtype, **config_of(plan.arch))
+    return out
 
 
 def model_spec(config: RunConfig, arch: Arch, role: str) -> ModelSpec:

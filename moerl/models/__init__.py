@@ -1,4 +1,5 @@
-"""Model families. A family is one module with `arch(hf_config) -> Arch` and `params(arch) -> Iterator[Param]`."""
+"""Model families. A family is one module with `arch(hf_config) -> Arch` and `params(arch) -> Iterator[Param]`, and `CONFIG` where vLLM
+needs fields in config.json that transformers leaves out when it saves one."""
 
 from __future__ import annotations
 
@@ -51,3 +52,8 @@ def _predicts(path: Path, arch: Arch) -> bool:
 def params_of(arch: Arch) -> dict[str, Param]:
     """The family's tensor map by Megatron name."""
     return {p.name: p for p in FAMILIES[arch.family].params(arch)}
+
+
+def config_of(arch: Arch) -> dict[str, object]:
+    """Fields that an exported checkpoint's config.json has, whether or not the start's has them."""
+    return getattr(FAMILIES[arch.family], "CONFIG", {})

@@ -22,6 +22,7 @@ from moerl.models.tensormap import Copy, Param, duplicates, hf_shapes, partly_us
 
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"
+FLOATS = ("F32", "F16", "BF16")
 FREQUENCIES = ".rotary_emb.inv_freq"  # in some checkpoints (Moonlight, Kimi-K2); computed anew by everyone who reads them
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".msgpack", ".h5"}
 
@@ -111,6 +112,14 @@ class HFReader:
     def quantized(self) -> dict:
         """`quantization_config` of the checkpoint, empty where it has none."""
         return json.loads((self.path / "config.json").read_text()).get("quantization_config") or {}
+
+    def as_exported(self, params: Mapping[str, Param], fields: Mapping[str, object]) -> bool:
+        """Whether config.json and tensors have an exported checkpoint's form: unquantised, in the map's own spelling, with `fields`."""
+        config = json.loads((self.path / "config.json").read_text())
+        if self.quantized or any(config.get(name) != value for name, value in fields.items()):
+            return False
+        names = hf_shapes(params.values())
+        return all(name in self.files and self.stored(name).get_dtype() in FLOATS for name in names)
 
     @property
     def _block(self) -> tuple[int, int]:
@@ -217,9 +226,11 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], source: str | Path, *,
-             max_shard_bytes: int = 5 * 10**9, dtype: str | None = None) -> Path:
+def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], source: str | Path, *, max_shard_bytes: int = 5 * 10**9,
+             dtype: str | None = None, fields: Mapping[str, object] | None = None) -> Path:
     """Write a Hugging Face checkpoint: shards, index, and config, tokenizer and chat template copied from directory `source`.
+
+    With `dtype` the config becomes that of an unquantised checkpoint of that type, with `fields` in it.
 
     Everything is written beside `out` and moved there at the end, so a half-written checkpoint is never taken for whole.
     """
@@ -245,7 +256,7 @@ def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], source: str |
         (part / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
     copy_side_files(source, part)
     if dtype:
-        set_config(part, dtype=dtype)
+        set_config(part, dtype=dtype, **(fields or {}))
     old = out.with_name(out.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():

@@ -14,6 +14,7 @@ from moerl.models.arch import Arch
 from moerl.models.decoder import decoder as params  # noqa: F401  (the family's tensor map)
 
 NAME = "deepseek_v3"
+CONFIG = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 def arch(hf: dict) -> Arch:

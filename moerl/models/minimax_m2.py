@@ -11,6 +11,7 @@ from moerl.models.tensormap import Param
 
 UNDERSTOOD = {"hidden_act": "silu", "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True,
               "shared_intermediate_size": 0, "router_jitter_noise": 0.0}
+CONFIG = {"scoring_func": "sigmoid", "use_routing_bias": True}
 
 
 def arch(hf: dict) -> Arch:

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moerl.reshard.gpt_oss import fill
+
 if TYPE_CHECKING:
     import torch
 
@@ -127,12 +129,14 @@ class WeightReceiver:
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own
         if current_platform.is_cpu():
             _forget_moe_kernels(model)
+        _name_loaders(model)
         try:
             with set_current_vllm_config(self.vllm_config), _quiet_reload():
                 initialize_layerwise_reload(model)
                 needed = {name for name, _ in model.named_parameters()} - tied  # now without what vLLM derives
-                loaded = model.load_weights(self.moerl_read_weights(path)) or set()
-                unreached = _untouched(model, needed - loaded)
+                weights = self.moerl_read_weights(path)
+                model.load_weights(fill(model, weights) if type(model).__name__ == "GptOssForCausalLM" else weights)
+                unreached = _untouched(model, needed)
                 finalize_layerwise_reload(model, self.model_config)
                 if current_platform.is_cpu():
                     _repack_kept_weights(model)
@@ -184,6 +188,14 @@ def _forget_moe_kernels(model: torch.nn.Module) -> None:
             quant_method.moe_kernel = None
 
 
+def _name_loaders(model: torch.nn.Module) -> None:
+    """Give every loader a name, which the reload asks for and a partial function has none of (MiniMax-M2's norms)."""
+    for param in model.parameters():
+        loader = getattr(param, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            loader.__name__ = loader.func.__name__
+
+
 def _repack_kept_weights(model: torch.nn.Module) -> None:
     """Pack anew the weight of each CPU linear layer that keeps it: the output layer.
 
@@ -197,7 +209,8 @@ def _repack_kept_weights(model: torch.nn.Module) -> None:
 def _untouched(model: torch.nn.Module, names: set[str]) -> list[str]:
     """Those of the parameters `names` whose module is in the middle of a reload and has not received a single element.
 
-    `load_weights` alone does not tell: vLLM 0.26 leaves fused experts out of what it returns during a reload.
+    What `load_weights` returns does not tell: vLLM 0.26 leaves fused experts out of it during a reload, and a model that copies past
+    the parameters' loaders names what the reload will not take over. Parameters that are not emptied are written in place.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -205,7 +218,7 @@ def _untouched(model: torch.nn.Module, names: set[str]) -> list[str]:
     for prefix, module in model.named_modules():
         info = layerwise.get_layerwise_info(module)
         if info.can_load() and info.load_numel <= 0:
-            waiting |= {f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)}
+            waiting |= {f"{prefix}.{name}" if prefix else name for name, p in module.named_parameters(recurse=False) if p.is_meta}
     return sorted(names & waiting)
 
 
@@ -213,7 +226,7 @@ def _untouched(model: torch.nn.Module, names: set[str]) -> list[str]:
 def _quiet_reload() -> Iterator[None]:
     """Drop vLLM's warning about every module without a checkpoint tensor (each rotary table, at each sync).
 
-    Parameters that no tensor reached are found from what `load_weights` returns.
+    Parameters that no tensor reached are found by `_untouched`.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 

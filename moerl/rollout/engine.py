@@ -86,13 +86,13 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             file.write(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
 
 
-def needed_header(model: str) -> Header:
+def needed_header(model: str, empty: bool = False) -> Header:
     """Names and shapes of a whole set of weights as a sync brings it: in the tensor map's spelling, whatever the start checkpoint's.
 
     vLLM's model has no prediction layers: their tensors are not among them.
-    The dtype is the checkpoint's where it has a tensor of that name, else any float.
+    The dtype is the checkpoint's where it has a tensor of that name, else any float. An `empty` checkpoint has none.
     """
-    stored = checkpoint_header(model)
+    stored = {} if empty else checkpoint_header(model)
     shapes = hf_shapes(params_of(read_arch(model).main()).values())
     return {name: (shape, stored[name][1] if name in stored else "BF16") for name, shape in shapes.items()}
 
@@ -102,6 +102,7 @@ class RolloutEngine:
 
     Args:
         model: local Hugging Face checkpoint directory (config and safetensors).
+        empty: there is no weight in the directory; the engine refuses to generate until the first load.
         tp: tensor-parallel size; the workers are processes of this host.
         max_model_len: most tokens of a prompt and its completion together.
         device: "cpu" or "cuda", whichever the installed vLLM was built for.
@@ -118,6 +119,7 @@ class RolloutEngine:
         self,
         model: str,
         *,
+        empty: bool = False,
         tp: int = 1,
         dtype: str = "bfloat16",
         max_model_len: int,
@@ -133,9 +135,9 @@ class RolloutEngine:
             raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
         if not Path(model, "config.json").is_file():
             raise ValueError(f"model {model} must be a local Hugging Face checkpoint directory, with a config.json")
-        self._needed = needed_header(model)
+        self._needed = needed_header(model, empty)
         self._version: int | None = None
-        self._incomplete = False
+        self._unfit = _EMPTY if empty else ""  # why the weights cannot be served, whatever their version
         self._max_model_len = max_model_len
         _set_environment(device, enforce_eager, cpu_bind or cpu_binding(tp, sorted(os.sched_getaffinity(0))))
 
@@ -147,6 +149,7 @@ class RolloutEngine:
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=model,
+                load_format="dummy" if empty else "auto",
                 tensor_parallel_size=tp,
                 dtype=dtype,
                 max_model_len=max_model_len,
@@ -176,8 +179,8 @@ class RolloutEngine:
 
     def mark_loaded(self, version: int) -> None:
         """Declare that the checkpoint the engine was started from is version `version`."""
-        if self._incomplete:
-            raise RuntimeError(_INCOMPLETE)
+        if self._unfit:
+            raise RuntimeError(self._unfit)
         self._version = version
 
     def generate(
@@ -198,7 +201,7 @@ class RolloutEngine:
         Raises RuntimeError when no version of the weights is loaded, ValueError for a request vLLM cannot serve.
         """
         if self._version is None:
-            raise RuntimeError(_INCOMPLETE if self._incomplete else _NO_VERSION)
+            raise RuntimeError(self._unfit or _NO_VERSION)
         self._check_request(prompts, temperature, max_tokens, seeds)
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -243,13 +246,13 @@ class RolloutEngine:
         try:
             write_safetensors(path, tensors)
             self._call(ValueError, "moerl_check_weights", str(path), self._needed)
-            self._version, self._incomplete = None, True
+            self._version, self._unfit = None, _INCOMPLETE
             self._call(RuntimeError, "moerl_load_weights", str(path))
             if not self._engine.reset_prefix_cache():  # its keys and values belong to the old weights
                 raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         finally:
             path.unlink(missing_ok=True)
-        self._version, self._incomplete = version, False
+        self._version, self._unfit = version, ""
         return time.perf_counter() - start
 
     def digests(self) -> dict[str, str]:
@@ -291,6 +294,7 @@ class RolloutEngine:
 
 
 _NO_VERSION = "no version of the weights: call load_weights or mark_loaded first"
+_EMPTY = "the engine was started without weights: load them first"
 _INCOMPLETE = "the weights are incomplete, since loading them failed half-way: load them again"
 
 
