@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from moerl.layout import ParallelLayout
 from moerl.models import FAMILIES, params_of, read_arch

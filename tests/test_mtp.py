@@ -16,8 +16,9 @@ from moerl.models.checkpoint import HFReader
 from moerl.models.tensormap import assemble, copy_again, duplicates, hf_shapes
 from tests import train_jobs as jobs
 from tests.models import write_deepseek
+from tests.models import write_random as write
 from tests.test_families_deepseek import V3
-from tests.test_families_glm import glm4_moe, write
+from tests.test_families_glm import glm4_moe
 from tests.test_parity import LAYOUTS, export_job, logits_job
 
 COPIES = ("model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight")
