@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moerl.layout import ParallelLayout
 from moerl.models import FAMILIES, params_of
 from moerl.models.placement import held
-from moerl.models.tensormap import assemble, copies, hf_shapes
+from moerl.models.tensormap import Param, Piece, assemble, copies, hf_shapes
 from tests.test_parity import LAYOUTS
 
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
@@ -83,7 +83,7 @@ def models(draw, family: str):
     """(architecture, layout)"""
     layout, layers = draw(layouts(family))
     arch = FAMILIES[family].arch(draw(config(family, layout, layers)))
-    layout.check(arch.dims(), layout.world)
+    arch.check(layout)
     return arch, layout
 
 
@@ -191,3 +191,15 @@ def test_megatrons_modules_hold_what_the_map_says(ranks, family, name):
     layout = LAYOUTS[name] if family != "llama" else replace(LAYOUTS[name], ep=1, etp=1)
     for real, said in ranks.run(layout, held_job, FAMILIES[family].arch(MODELS[family])):
         assert real == said
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 6])
+def test_pieces_that_meet_inside_a_shard(parts):
+    """Guards the arithmetic that no family needs today: pieces behind one another along the dimension that is cut."""
+    pieces = tuple(Piece(n, (size, 2), (size, 2), (start, 0)) for n, size, start in (("a", 5, 0), ("b", 1, 5), ("c", 6, 6)))
+    param = Param("p", (12, 2), 0, pieces, 2, "first")
+    tensors = numbered({"p": param})
+    joined = torch.cat([load(param, parts, i, tensors) for i in range(parts)])
+    assert torch.equal(joined, torch.arange(1, 25).view(12, 2))
+    found = assemble({"p": param}, [[("p", load(param, parts, i, tensors), parts, i)] for i in range(parts)])
+    assert all(torch.equal(found[n], t) for n, t in tensors.items())

@@ -63,7 +63,7 @@ def place(config: RunConfig, arch: Arch) -> Placement:
     groups: dict[ParallelLayout, list[str]] = {}
     for role, layout in roles_of(config).items():
         try:
-            layout.check(arch.dims())
+            arch.check(layout)
         except LayoutError as error:
             raise LayoutError("\n".join(f"{role}.layout: {line}" for line in str(error).splitlines())) from None
         if layout.cp > 1:
