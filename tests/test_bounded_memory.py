@@ -19,8 +19,8 @@ from moerl.models.tensormap import hf_shapes
 MIB = 2**20
 LAYOUT = ParallelLayout(tp=2, pp=2, ep=2)
 CONFIG = dict(
-    model_type="qwen3_moe", hidden_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=128, num_experts=8,
-    num_experts_per_tok=2, moe_intermediate_size=1024, intermediate_size=2, norm_topk_prob=True, vocab_size=8192, rms_norm_eps=1e-6,
+    model_type="qwen3_moe", hidden_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=128,
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=1024, intermediate_size=2, norm_topk_prob=True, vocab_size=8192, rms_norm_eps=1e-6,
 )
 
 
@@ -98,7 +98,7 @@ def load_job(rank, layout, path):
 
 
 def test_a_rank_reads_its_own_part_in_bounded_memory(ranks, checkpoint):
-    """Guards against a rank that reads tensors whole to cut them, or keeps what it has read: at the sizes of 671 B parameters neither fits."""
+    """Guards against a rank that reads tensors whole to cut them, or keeps what it has read: with 671 B parameters neither fits."""
     arch = read_arch(checkpoint)
     params = params_of(arch)
     total = sum(f.stat().st_size for f in checkpoint.glob("*.safetensors"))
