@@ -166,10 +166,10 @@ SIZES = dict(
     num_hidden_layers=4, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16, vocab_size=131, rms_norm_eps=1e-6,
     intermediate_size=32, max_position_embeddings=64, num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2,
     moe_intermediate_size=32, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=24,
-    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, sliding_window=4,
+    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
 )
 MODELS = {
-    "deepseek_v3": SIZES, "gpt_oss": SIZES, "qwen2_moe": SIZES | dict(shared_expert_intermediate_size=32, mlp_only_layers=[1]),
+    "deepseek_v3": SIZES, "gpt_oss": SIZES | dict(sliding_window=4), "qwen2_moe": SIZES | dict(shared_expert_intermediate_size=32, mlp_only_layers=[1]),
     "llama": SIZES | dict(tie_word_embeddings=True),
 }
 PLACES = [(f, n) for f in MODELS for n in ("1", "tp2 etp2", "pp2 uneven", "pp2 vpp2", "tp2 pp2 ep2") if (f, n) != ("gpt_oss", "tp2 etp2")]
