@@ -52,7 +52,7 @@ def config(draw, family: str, layout: ParallelLayout, layers: int) -> dict:
     sizes = dict(
         model_type=family, num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=groups,
         head_dim=draw(st.sampled_from([2, 4, 6])), vocab_size=draw(st.integers(1, 700)), rms_norm_eps=1e-6,
-        intermediate_size=(layout.etp if family in ("mixtral", "minimax_m2", "gpt_oss") else layout.tp) * draw(some),
+        intermediate_size=(layout.etp if family in ("mixtral", "minimax_m2", "gpt_oss", "olmoe") else layout.tp) * draw(some),
         tie_word_embeddings=draw(st.booleans()), max_position_embeddings=64,
     )
     if family in DENSE:
@@ -172,7 +172,8 @@ MODELS = {
     "deepseek_v3": SIZES, "gpt_oss": SIZES | dict(sliding_window=4), "qwen2_moe": SIZES | dict(shared_expert_intermediate_size=32, mlp_only_layers=[1]),
     "llama": SIZES | dict(tie_word_embeddings=True),
 }
-PLACES = [(f, n) for f in MODELS for n in ("1", "tp2 etp2", "pp2 uneven", "pp2 vpp2", "tp2 pp2 ep2") if (f, n) != ("gpt_oss", "tp2 etp2")]
+NAMES = ("1", "tp2 etp2", "pp2 uneven", "pp2 vpp2", "tp2 pp2 ep2")
+PLACES = [(f, n) for f in MODELS for n in NAMES if (f, n) != ("gpt_oss", "tp2 etp2")]
 
 
 def held_job(rank, layout, arch):

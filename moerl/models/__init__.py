@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from moerl.models import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, llama, minimax_m2, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from moerl.models import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, llama, minimax_m2, mixtral, olmoe, qwen2, qwen2_moe, qwen3, qwen3_moe
 from moerl.models.arch import Arch, ModelError
 from moerl.models.known import problems
 from moerl.models.tensormap import Param
@@ -15,7 +15,7 @@ from moerl.models.tensormap import Param
 FAMILIES = {
     "qwen3_moe": qwen3_moe, "qwen2_moe": qwen2_moe, "mixtral": mixtral, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
     "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "kimi_k2": deepseek_v3, "glm4_moe": glm4_moe, "gpt_oss": gpt_oss,
-    "minimax_m2": minimax_m2,
+    "minimax_m2": minimax_m2, "olmoe": olmoe,
 }
 
 

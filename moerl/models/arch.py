@@ -110,5 +110,5 @@ class Arch:
         """LayoutError with a line for each rule that the layout breaks for this model."""
         layout.check(self.dims())
         if self.linear_bias and self.experts and layout.etp > 1:
-            raise LayoutError(f"etp {layout.etp}: {self.family}: Megatron-core has expert biases only with expert tensor parallelism (etp) 1;"
-                              " use ep instead")
+            raise LayoutError(f"etp {layout.etp}: {self.family}: Megatron-core has expert biases only with expert tensor parallelism "
+                              "(etp) 1; use ep instead")
