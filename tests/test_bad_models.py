@@ -63,7 +63,8 @@ def test_missing_required_fields_are_named(tmp_path, family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("field", "value", "rule"), [
     ("hidden_size", "64", "must be a whole number"), ("num_hidden_layers", 4.0, "must be a whole number"),
-    ("num_attention_heads", None, "must be a whole number"), ("vocab_size", -1, "not negative"), ("num_hidden_layers", True, "must be a whole"),
+    ("num_attention_heads", None, "must be a whole number"), ("vocab_size", -1, "not negative"),
+    ("num_hidden_layers", True, "must be a whole number"),
     ("rms_norm_eps", "1e-6", "must be a number"), ("tie_word_embeddings", "false", "must be true or false"),
     ("rope_scaling", ["yarn", 4.0], "must be a group of fields"), ("rope_parameters", "yarn", "must be a group of fields"),
     ("quantization_config", "fp8", "must be a group of fields"), ("layer_types", "full_attention", "must be a list"),
@@ -80,8 +81,9 @@ def test_every_problem_has_its_line(tmp_path):
 
 CHANGES = {
     "rope_scaling": {"rope_type": "longrope", "factor": 2.0}, "hidden_act": "gelu", "quantization_config": {"quant_method": "awq"},
-    "attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0, "logit_scale": 0.5, "logits_scaling": 8.0, "attention_multiplier": 0.01,
-    "residual_multiplier": 0.2, "embedding_multiplier": 12.0, "mlp_bias": True, "clip_qkv": 8.0, "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0, "logit_scale": 0.5, "logits_scaling": 8.0,
+    "attention_multiplier": 0.01, "residual_multiplier": 0.2, "embedding_multiplier": 12.0,
+    "mlp_bias": True, "clip_qkv": 8.0, "query_pre_attn_scalar": 256,
     "layer_types": ["linear_attention"] * 4, "dual_chunk_attention_config": {"chunk_size": 4}, "no_rope_layers": [1, 0, 1, 1],
 }
 

@@ -20,7 +20,8 @@ MIB = 2**20
 LAYOUT = ParallelLayout(tp=2, pp=2, ep=2)
 CONFIG = dict(
     model_type="qwen3_moe", hidden_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=128,
-    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=1024, intermediate_size=2, norm_topk_prob=True, vocab_size=8192, rms_norm_eps=1e-6,
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=1024, intermediate_size=2, norm_topk_prob=True,
+    vocab_size=8192, rms_norm_eps=1e-6,
 )
 
 

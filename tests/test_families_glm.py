@@ -48,12 +48,12 @@ def minimax_m2():
 
 
 def gpt_oss():
-    """Windows shorter and a first context length shorter than the sequences."""
+    """Windows shorter and a first context length shorter than the sequences; no expert matrix square, since they are stored transposed."""
     from transformers import GptOssConfig
 
     rope = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
                 original_max_position_embeddings=8)
-    return GptOssConfig(**SIZES, intermediate_size=32, num_local_experts=8, num_experts_per_tok=2, sliding_window=5, rope_parameters=rope,
+    return GptOssConfig(**SIZES, intermediate_size=96, num_local_experts=8, num_experts_per_tok=2, sliding_window=5, rope_parameters=rope,
                         swiglu_limit=0.5)
 
 

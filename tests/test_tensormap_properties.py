@@ -169,7 +169,8 @@ SIZES = dict(
     qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
 )
 MODELS = {
-    "deepseek_v3": SIZES, "gpt_oss": SIZES | dict(sliding_window=4), "qwen2_moe": SIZES | dict(shared_expert_intermediate_size=32, mlp_only_layers=[1]),
+    "deepseek_v3": SIZES, "gpt_oss": SIZES | dict(sliding_window=4),
+    "qwen2_moe": SIZES | dict(shared_expert_intermediate_size=32, mlp_only_layers=[1]),
     "llama": SIZES | dict(tie_word_embeddings=True),
 }
 NAMES = ("1", "tp2 etp2", "pp2 uneven", "pp2 vpp2", "tp2 pp2 ep2")
