@@ -40,7 +40,7 @@ TINY = {
 }
 MIXTURES = ("qwen2_moe", "mixtral", "qwen3_moe")
 DENSE_LAYOUTS = ("1", "tp2", "pp2", "pp2 uneven", "pp2 vpp2", "tp2 pp2")
-MOE_LAYOUTS = ("1", "tp2", "tp2 etp2", "pp2", "pp2 uneven", "ep2", "pp2 vpp2", "tp2 pp2 ep2")
+MOE_LAYOUTS = ("1", "tp2", "tp2 etp2", "pp2", "pp2 uneven", "ep2", "tp2 ep2 etp2", "pp2 vpp2", "tp2 pp2 ep2")
 ALL = LAYOUTS | {"tp2 pp2": ParallelLayout(tp=2, pp=2)}
 CASES = [(f, n) for f in ("llama", "qwen2", "qwen3") for n in DENSE_LAYOUTS] + [(f, n) for f in ("qwen2_moe", "mixtral") for n in MOE_LAYOUTS]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moerl.layout import ParallelLayout
+from moerl.layout import LayoutError, ParallelLayout
 from moerl.models import FAMILIES, params_of, read_arch
 from moerl.models.arch import ModelError
 from moerl.models.tensormap import Assembler, copy_again, hf_shapes
@@ -47,18 +47,18 @@ def minimax_m2():
 
 
 def gpt_oss():
-    """Windows shorter and a first context length shorter than the sequences."""
+    """Windows shorter and a first context length shorter than the sequences; no expert matrix square, since they are stored transposed."""
     from transformers import GptOssConfig
 
     rope = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
                 original_max_position_embeddings=8)
-    return GptOssConfig(**SIZES, intermediate_size=32, num_local_experts=8, num_experts_per_tok=2, sliding_window=5, rope_parameters=rope,
+    return GptOssConfig(**SIZES, intermediate_size=96, num_local_experts=8, num_experts_per_tok=2, sliding_window=5, rope_parameters=rope,
                         swiglu_limit=0.5)
 
 
 WRITERS = {f.__name__: f for f in (glm4_moe, glm4_moe_air, minimax_m2, gpt_oss)}
 # What every layout but one rank shows is the same for the two GLM models; Megatron-core has expert biases at etp 1 only.
-LEFT_OUT = {("glm4_moe_air", name) for name in LAYOUTS if name != "1"} | {("gpt_oss", "tp2 etp2")}
+LEFT_OUT = {("glm4_moe_air", name) for name in LAYOUTS if name != "1"} | {("gpt_oss", "tp2 etp2"), ("gpt_oss", "tp2 ep2 etp2")}
 CASES = [(family, name) for family in WRITERS for name in LAYOUTS if (family, name) not in LEFT_OUT]
 
 
@@ -219,10 +219,20 @@ def test_both_spellings_of_a_config_mean_the_same():
 
 
 def test_expert_biases_need_etp_1():
+    """Refused on the driver, before any process starts, and once more where the modules are made."""
+    from moerl.config.schema import TrainConfig
+    from moerl.controller.placement import place
     from moerl.megatron.build import transformer_config
 
-    with pytest.raises(ModelError, match=r"gpt_oss: .*\(etp\) 1"):
-        transformer_config(FAMILIES["gpt_oss"].arch(GPT_OSS), LAYOUTS["tp2 etp2"], torch.float32)
+    arch = FAMILIES["gpt_oss"].arch(GPT_OSS)
+    with pytest.raises(LayoutError, match=r"gpt_oss: .*\(etp\) 1"):
+        transformer_config(arch, LAYOUTS["tp2 etp2"], torch.float32)
+    config = dict(model={"path": "x"}, data={"prompts": "x"}, reward={"function": "x"}, trainer={"steps": 1, "output": "x"})
+    place(TrainConfig.model_validate(config | {"actor": {"layout": {"tp": 2, "ep": 2}}}), arch)
+    with pytest.raises(LayoutError, match=r"^actor.layout: etp 2: gpt_oss: "):
+        place(TrainConfig.model_validate(config | {"actor": {"layout": {"tp": 2, "etp": 2}}}), arch)
+    with pytest.raises(LayoutError, match=r"^critic.layout: etp 2: gpt_oss: "):
+        place(TrainConfig.model_validate(config | {"critic": {"layout": {"tp": 2, "etp": 2}}}), arch)
 
 
 @pytest.mark.parametrize("family", ["minimax_m2", "gpt_oss"])

@@ -20,6 +20,7 @@ LAYOUTS = {
     "pp2 uneven": ParallelLayout(pp=2, first_stage_layers=1, last_stage_layers=3),
     "ep2": ParallelLayout(dp=2, ep=2),
     "tp2 ep2": ParallelLayout(tp=2, ep=2),
+    "tp2 ep2 etp2": ParallelLayout(tp=2, dp=2, ep=2, etp=2),
     "pp2 vpp2": ParallelLayout(pp=2, vpp=2),
     "tp2 pp2 ep2": ParallelLayout(tp=2, pp=2, ep=2),
 }

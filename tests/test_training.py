@@ -16,6 +16,7 @@ LAYOUTS = {
     "pp2": ParallelLayout(pp=2),
     "ep2": ParallelLayout(dp=2, ep=2),
     "dp2": ParallelLayout(dp=2),
+    "tp2 ep2 etp2": ParallelLayout(tp=2, dp=2, ep=2, etp=2),
     "pp2 vpp2": ParallelLayout(pp=2, vpp=2),
     "tp2 pp2 ep2": ParallelLayout(tp=2, pp=2, ep=2),
     "dp2 pp2 ep2": ParallelLayout(dp=2, pp=2, ep=2),

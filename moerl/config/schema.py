@@ -97,8 +97,17 @@ class RoleConfig(Group):
     max_tokens_per_rank: int | None = Field(None, ge=1, description="packed tokens of a micro-batch; default: the actor's")
 
 
+class RouterConfig(Group):
+    """Pre-training's pressure towards an even use of experts. Off in RL unless asked for: it pulls on the policy beside the reward."""
+
+    aux_loss: float = Field(0.0, ge=0, description="coefficient of the load balancing loss (Switch Transformers); 0: off")
+    z_loss: float = Field(0.0, ge=0, description="coefficient of the router z-loss (ST-MoE); 0: off")
+    bias_update_rate: float = Field(0.0, ge=0, description="step of the routers' selection biases, where a family has them; 0: off")
+
+
 class ActorConfig(Group):
     layout: Layout = Layout()
+    router: RouterConfig = RouterConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     max_tokens_per_rank: int = Field(8192, ge=1, description="packed tokens of a micro-batch, never exceeded")
 

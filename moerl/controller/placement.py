@@ -63,13 +63,14 @@ def place(config: RunConfig, arch: Arch) -> Placement:
     groups: dict[ParallelLayout, list[str]] = {}
     for role, layout in roles_of(config).items():
         try:
-            layout.check(arch.dims())
+            arch.check(layout)
         except LayoutError as error:
             raise LayoutError("\n".join(f"{role}.layout: {line}" for line in str(error).splitlines())) from None
         if layout.cp > 1:
             raise LayoutError(f"{role}.layout: cp {layout.cp} is not supported yet: cp must be 1")
         _check_longest(config, arch, role, layout.tp)
         groups.setdefault(layout, []).append(role)
+    _check_router(config, arch)
     engines, tp = 0, 1
     if isinstance(config, TrainConfig):
         engines, tp = config.rollout.layout.dp, config.rollout.layout.tp
@@ -79,6 +80,14 @@ def place(config: RunConfig, arch: Arch) -> Placement:
     if placement.device == "cuda" and engines * tp > most:
         raise LayoutError(f"rollout.layout: {engines} engines x tp {tp} need more GPUs than the {most} of the largest training layout")
     return placement
+
+
+def _check_router(config: RunConfig, arch: Arch) -> None:
+    for name, value in config.actor.router.model_dump().items():
+        if value and not arch.experts:
+            raise ModelError(f"actor.router.{name} {value:g}: {arch.family} has no experts")
+        if value and name == "bias_update_rate" and not arch.expert_bias:
+            raise ModelError(f"actor.router.{name} {value:g}: the routers of {arch.family} have no selection bias")
 
 
 def _check_rollout(arch: Arch, tp: int) -> None:

@@ -153,7 +153,9 @@ def model_spec(config: RunConfig, arch: Arch, role: str) -> ModelSpec:
     schedule = dict(
         lr=optimizer.lr, min_lr=optimizer.min_lr, kind=optimizer.schedule, warmup=optimizer.warmup_steps, total=updates(config)
     )
-    return ModelSpec(arch, config.model.path, config.model.dtype, value_head=role == "critic", optimizer=o, schedule=schedule)
+    router = config.actor.router.model_dump() if role == "actor" else None
+    return ModelSpec(arch, config.model.path, config.model.dtype, value_head=role == "critic", optimizer=o, schedule=schedule,
+                     router=router)
 
 
 def updates(config: RunConfig) -> int:

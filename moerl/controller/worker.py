@@ -26,6 +26,7 @@ class ModelSpec:
     value_head: bool = False
     optimizer: dict | None = None
     schedule: dict | None = None
+    router: dict | None = None
 
 
 class MegatronWorker:
@@ -57,7 +58,7 @@ class MegatronWorker:
 
         self.models[role] = model.make(
             spec.arch, self.layout, self.rank, getattr(torch, spec.dtype), value_head=spec.value_head,
-            optimizer=spec.optimizer, schedule=Schedule(**spec.schedule) if spec.schedule else None,
+            optimizer=spec.optimizer, schedule=Schedule(**spec.schedule) if spec.schedule else None, router=spec.router,
         )
         self.models[role].load_hf(spec.path)
         # Saving collects garbage over and over; what lives as long as the process need not be looked at each time.

@@ -27,6 +27,7 @@ class MicroBatch:
     target: Tensor
     fields: dict[str, Tensor]
     responses: list[int]
+    real: int  # tokens before the filler
 
 
 def packed_length(samples: list[Sample], align: int) -> int:
@@ -56,4 +57,5 @@ def pack(samples: list[Sample], length: int, device: torch.device | str) -> Micr
         target=as_device(tokens[at + 1]) if len(at) else torch.zeros(0, dtype=torch.long, device=device),
         fields={name: as_device(np.concatenate([s.fields[name] for s in samples]).astype(np.float32)) for name in names},
         responses=[s.response for s in samples],
+        real=length - filler,
     )

@@ -42,8 +42,7 @@ def _finalize(model, num_tokens=None, **groups) -> None:
 
 def transformer_config(arch: Arch, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
     engine = have_transformer_engine()
-    if arch.linear_bias and arch.experts and layout.etp > 1:
-        raise ModelError(f"{arch.family}: Megatron-core has expert biases only with expert tensor parallelism (etp) 1; use ep instead")
+    arch.check(layout)
     moe = {}
     if arch.experts:
         moe = dict(

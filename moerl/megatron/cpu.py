@@ -87,6 +87,31 @@ def _replace_tensor_methods() -> None:
     torch.Tensor.type = cuda_type
 
 
+def _replace_collectives() -> None:
+    """Gathers and scatters of tensors of different lengths, which NCCL has and gloo has not: expert tensor beside expert parallelism."""
+    dist = torch.distributed
+    plain_gather, plain_scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(outputs, tensor, group=None, async_op=False):
+        longest = max(len(out) for out in outputs)
+        if async_op or all(len(out) == longest for out in outputs):
+            return plain_gather(outputs, tensor, group=group, async_op=async_op)
+        padded = torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
+        parts = [torch.empty_like(padded) for _ in outputs]
+        plain_gather(parts, padded, group=group)
+        for out, part in zip(outputs, parts):
+            out.copy_(part[: len(out)])
+
+    def reduce_scatter(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if async_op or len({len(part) for part in inputs}) == 1:
+            return plain_scatter(output, inputs, op=op, group=group, async_op=async_op)
+        whole = torch.cat(inputs)
+        dist.all_reduce(whole, op=op, group=group)
+        output.copy_(whole.split([len(part) for part in inputs])[dist.get_rank(group)])
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+
+
 def _replace_in_megatron() -> None:
     import numpy as np
     from megatron.core.tensor_parallel import random as mrandom
@@ -118,5 +143,6 @@ def install() -> None:
     _installed = True
     _replace_cuda()
     _replace_tensor_methods()
+    _replace_collectives()
     _CudaMeansCpu().__enter__()
     _replace_in_megatron()

@@ -10,6 +10,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from moerl.layout import ParallelLayout
 from moerl.megatron import step, weights
+from moerl.megatron.balance import Balance, Balancer
 from moerl.megatron.build import build
 from moerl.megatron.optimizer import Schedule, build_optimizer, set_lr, wrap
 from moerl.models import params_of
@@ -29,6 +30,7 @@ class Model:
     optimizer: MegatronOptimizer | None = None
     schedule: Schedule | None = None
     updates: int = 0
+    balancer: Balancer | None = None
 
     def load_hf(self, path: str) -> None:
         weights.load_hf(self.bare(), self.arch, self.layout, self.rank, path, value_head=self.value_head)
@@ -54,10 +56,15 @@ class Model:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        results = step.run(self.chunks, micro_batches, head, align=self.layout.tp, train=True)
+        if self.balancer:
+            self.balancer.start(micro_batches)
+        before = self.balancer.enter if self.balancer else None
+        results = step.run(self.chunks, micro_batches, head, align=self.layout.tp, train=True, before=before)
         rate = self.schedule.at(self.updates)
         set_lr(self.optimizer, rate)
         _, grad_norm, _ = self.optimizer.step()
+        if self.balancer:
+            self.balancer.finish()
         self.updates += 1
         sums = {}
         for result in results:
@@ -71,8 +78,9 @@ class Model:
 
 
 def make(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, value_head: bool = False,
-         optimizer: dict | None = None, schedule: Schedule | None = None) -> Model:
-    """Build a model; with `optimizer` (keywords of `build_optimizer`, without lr) and `schedule` it can be trained."""
+         optimizer: dict | None = None, schedule: Schedule | None = None, router: dict | None = None) -> Model:
+    """Build a model; with `optimizer` (keywords of `build_optimizer`, without lr) and `schedule` it can be trained, and with `router`
+    (those of `Balance`) its experts are kept evenly used meanwhile."""
     chunks = build(arch, layout, rank, dtype, value_head=value_head)
     params = params_of(arch)
     weights.mark_parallel(chunks, arch, layout, rank, params, value_head=value_head)
@@ -80,8 +88,11 @@ def make(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, v
         for chunk in chunks:
             chunk.requires_grad_(False)
         return Model(arch, layout, rank, chunks, params, value_head)
+    balance = Balance(**router or {})
+    balancer = Balancer(chunks, balance) if balance else None
     wrapped = wrap(chunks)
-    return Model(arch, layout, rank, wrapped, params, value_head, build_optimizer(wrapped, lr=schedule.lr, **optimizer), schedule)
+    built = build_optimizer(wrapped, lr=schedule.lr, **optimizer)
+    return Model(arch, layout, rank, wrapped, params, value_head, built, schedule, balancer=balancer)
 
 
 def policy_head(vocab: int, temperature: float, loss: Callable) -> step.Head:

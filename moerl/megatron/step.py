@@ -37,8 +37,10 @@ def value_head(output: Tensor, batch: MicroBatch) -> tuple[Tensor, dict]:
     return values.sum() * 0, {"values": values.cpu(), "responses": batch.responses}
 
 
-def run(chunks: list[torch.nn.Module], micro_batches: list[list[Sample]], head: Head, *, align: int, train: bool) -> list[dict]:
-    """Run Megatron's schedule over the micro-batches; gradients accumulate in the chunks when `train`.
+def run(chunks: list[torch.nn.Module], micro_batches: list[list[Sample]], head: Head, *, align: int, train: bool,
+        before: Callable[[MicroBatch], None] | None = None) -> list[dict]:
+    """Run Megatron's schedule over the micro-batches; gradients accumulate in the chunks when `train`. `before` is told of every
+    forward pass.
 
     Returns the head's results, one a micro-batch in order ({} for one without samples), on the last pipeline stage; an empty list
     elsewhere.
@@ -52,6 +54,8 @@ def run(chunks: list[torch.nn.Module], micro_batches: list[list[Sample]], head: 
 
     def forward_step(batches, chunk):
         batch: MicroBatch = next(batches)
+        if before:
+            before(batch)
         output = chunk(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
 
         def loss(output: Tensor):

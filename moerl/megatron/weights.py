@@ -14,6 +14,7 @@ from moerl.layout import ParallelLayout
 from moerl.models import params_of, read_arch
 from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader
+from moerl.models.placement import part
 from moerl.models.tensormap import Param, copies
 
 # Transformer Engine fuses these norms into the projection that follows them.
@@ -79,18 +80,8 @@ def shards(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int
                 continue
             if name not in params:
                 raise ModelError(f"{arch.family}: Megatron tensor {name} {tuple(tensor.shape)} is not in the tensor map")
-            param = params[name]
-            yield _locate(param, tensor.detach() if detach else tensor, layout, at)
-
-
-def _locate(param: Param, tensor: Tensor, layout: ParallelLayout, at) -> Shard:
-    if param.expert is not None:
-        parts, index, replica = (layout.etp, at.etp, at.edp)
-    else:
-        parts, index, replica = (layout.tp, at.tp, at.dp + at.cp)
-    if param.split is None:
-        return Shard(param.name, tensor, 1, 0, replica == 0 and index == 0)
-    return Shard(param.name, tensor, parts, index, replica == 0)
+            _, parts, index, owner = part(params[name], layout, rank)
+            yield Shard(name, tensor.detach() if detach else tensor, parts, index, owner)
 
 
 def mark_parallel(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int, params: dict[str, Param], *,

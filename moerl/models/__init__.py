@@ -7,15 +7,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from moerl.models import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, llama, minimax_m2, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from moerl.models import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, llama, minimax_m2, mixtral, olmoe, qwen2, qwen2_moe, qwen3, qwen3_moe
 from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader
+from moerl.models.known import problems
 from moerl.models.tensormap import Param
 
 FAMILIES = {
     "qwen3_moe": qwen3_moe, "qwen2_moe": qwen2_moe, "mixtral": mixtral, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
     "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "kimi_k2": deepseek_v3, "glm4_moe": glm4_moe, "gpt_oss": gpt_oss,
-    "minimax_m2": minimax_m2,
+    "minimax_m2": minimax_m2, "olmoe": olmoe,
 }
 
 
@@ -29,15 +30,25 @@ def read_arch(path: str | Path) -> Arch:
         raise ModelError(f"{path}: no Hugging Face checkpoint there (config.json is missing)")
     try:
         config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{file}: not valid JSON ({error})") from None
-    family = FAMILIES.get(config.get("model_type"))
+    if not isinstance(config, dict):
+        raise ModelError(f"{file}: must hold fields and values")
+    kind = config.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise ModelError(f"{file}: model_type {config.get('model_type')!r} is not supported (supported: {', '.join(FAMILIES)})")
+        raise ModelError(f"{file}: model_type {kind!r} is not supported (supported: {', '.join(FAMILIES)}); "
+                         "docs/add_a_family.md shows how to add one")
+    if lines := problems(config):
+        raise ModelError("\n".join(f"{file}: {line}" for line in lines))
     try:
         arch = replace(family.arch(config), context=config.get("max_position_embeddings") or 0)
     except KeyError as missing:
         raise ModelError(f"{file}: field {missing} is missing") from None
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+    except (TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"{file}: a field has a value that {family.__name__.rsplit('.', 1)[-1]} cannot use ({error})") from None
     return arch if arch.mtp_layers == 0 or Path(path).is_file() or _predicts(Path(path), arch) else arch.main()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moerl.layout import ModelDims
+from moerl.layout import LayoutError, ModelDims, ParallelLayout
 
 
 class ModelError(ValueError):
@@ -109,3 +109,10 @@ class Arch:
             ffn=self.ffn, experts=self.experts, expert_ffn=self.expert_ffn,
             shared_expert_ffn=self.shared_ffn,
         )
+
+    def check(self, layout: ParallelLayout) -> None:
+        """LayoutError with a line for each rule that the layout breaks for this model."""
+        layout.check(self.dims())
+        if self.linear_bias and self.experts and layout.etp > 1:
+            raise LayoutError(f"etp {layout.etp}: {self.family}: Megatron-core has expert biases only with expert tensor parallelism "
+                              "(etp) 1; use ep instead")

@@ -32,13 +32,18 @@ def rope(family: str, hf: dict, theta: float = 10000.0, llama3: bool = False) ->
     return dict(rope_theta=float(base), llama3_rope=scaling)
 
 
+def full_attention(family: str, hf: dict) -> None:
+    """Every layer sees all tokens before it."""
+    if set(hf.get("layer_types") or ()) - {"full_attention"}:
+        raise ModelError(f"{family}: layer_types {sorted(set(hf['layer_types']))} are not supported (supported: full_attention)")
+
+
 def decoder_fields(family: str, hf: dict, **rope_options) -> dict:
     """`Arch` fields of a pre-norm decoder with rotary attention over the whole context and SwiGLU; `rope_options` go to `rope`."""
     expect(family, hf, hidden_act="silu", use_sliding_window=False)
     if hf.get("quantization_config") is not None:
         raise ModelError(f"{family}: a quantized checkpoint (quantization_config) is not supported")
-    if set(hf.get("layer_types") or ()) - {"full_attention"}:
-        raise ModelError(f"{family}: layer_types {sorted(set(hf['layer_types']))} are not supported (supported: full_attention)")
+    full_attention(family, hf)
     heads = hf["num_attention_heads"]
     return dict(
         family=family, layers=hf["num_hidden_layers"], hidden=hf["hidden_size"], heads=heads,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from moerl.models.arch import Arch, ModelError
 from moerl.models.decoder import decoder as params  # noqa: F401  (the family's tensor map)
+from moerl.models.fields import full_attention
 
 
 def arch(hf: dict) -> Arch:
@@ -15,9 +16,11 @@ def arch(hf: dict) -> Arch:
     kind = rope.get("rope_type", rope.get("type"))
     if kind not in ("default", None):
         raise ModelError(f"glm4_moe: rope type {kind!r} is not supported (supported: default)")
-    for field, wanted in (("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
+    for field, wanted in (("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True),
+                          ("sliding_window", None)):
         if hf.get(field, wanted) != wanted:
             raise ModelError(f"glm4_moe: {field} {hf[field]!r} is not supported (supported: {wanted!r})")
+    full_attention("glm4_moe", hf)
     if hf.get("quantization_config"):
         raise ModelError("glm4_moe: a quantized checkpoint (quantization_config) is not supported")
     groups = hf.get("n_group") or 1

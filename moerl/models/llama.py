@@ -9,5 +9,5 @@ from moerl.models.fields import decoder_fields, expect
 
 def arch(hf: dict) -> Arch:
     """Dimensions from a `config.json`."""
-    expect("llama", hf, attention_bias=False, mlp_bias=False)
+    expect("llama", hf, attention_bias=False, mlp_bias=False, sliding_window=None)
     return Arch(**decoder_fields("llama", hf, llama3=True), ffn=hf["intermediate_size"])

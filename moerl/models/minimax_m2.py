@@ -7,10 +7,12 @@ from functools import partial
 
 from moerl.models.arch import Arch, ModelError
 from moerl.models.decoder import decoder, moe
+from moerl.models.fields import full_attention
 from moerl.models.tensormap import Param
 
 UNDERSTOOD = {"hidden_act": "silu", "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True,
-              "shared_intermediate_size": 0, "router_jitter_noise": 0.0}
+              "shared_intermediate_size": 0, "attention_bias": False, "sliding_window": None,
+              "layernorm_full_attention_beta": 1.0, "layernorm_mlp_beta": 1.0}
 CONFIG = {"scoring_func": "sigmoid", "use_routing_bias": True}
 
 
@@ -23,6 +25,9 @@ def arch(hf: dict) -> Arch:
     for field, wanted in UNDERSTOOD.items():
         if hf.get(field, wanted) != wanted:
             raise ModelError(f"minimax_m2: {field} {hf[field]!r} is not supported (supported: {wanted!r})")
+    full_attention("minimax_m2", hf)
+    if set(hf.get("attn_type_list") or ()) - {1}:
+        raise ModelError("minimax_m2: attn_type_list with anything but 1 (full attention) is not supported")
     if (method := (hf.get("quantization_config") or {}).get("quant_method", "fp8")) != "fp8":
         raise ModelError(f"minimax_m2: a checkpoint quantized by {method!r} is not supported")
     head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]

@@ -17,7 +17,7 @@ HUB = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 def arch(hf: dict) -> Arch:
     """Dimensions from a `config.json`."""
     # Null is no window; a window is a number of tokens.
-    expect("mixtral", hf, sliding_window=None)
+    expect("mixtral", hf, sliding_window=None, attention_bias=False)
     return Arch(
         **decoder_fields("mixtral", hf, theta=1e6), experts=hf.get("num_local_experts") or hf["num_experts"],
         topk=hf["num_experts_per_tok"], expert_ffn=hf["intermediate_size"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moerl.models.arch import Latent, ModelError, Yarn
+from moerl.models.fields import full_attention
 
 YARN_FIELDS = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
                "mscale_all_dim"}
@@ -40,9 +41,10 @@ def rope(hf: dict, family: str) -> tuple[float, Yarn | None]:
 
 def refuse(hf: dict, family: str, allowed: dict[str, set]) -> None:
     """ModelError for fields outside the values that this implementation has; `allowed` names the family's own, absent fields are fine."""
-    common = {"hidden_act": {"silu"}, "attention_bias": {False}, "moe_layer_freq": {1}}
+    common = {"hidden_act": {"silu"}, "attention_bias": {False}, "moe_layer_freq": {1}, "sliding_window": {None}}
+    full_attention(family, hf)
     for field, values in (common | allowed).items():
-        if field in hf and hf[field] not in values:
+        if field in hf and hf[field] not in list(values):
             supported = ", ".join(sorted(map(str, values)))
             raise ModelError(f"{family}: {field} {hf[field]!r} is not supported (supported: {supported})")
     if hf.get("num_key_value_heads") not in (None, hf["num_attention_heads"]):
