@@ -15,9 +15,9 @@ from checkpoint_tools.boxes import cut, in_float32
 from checkpoint_tools.output import write
 from checkpoint_tools.stream import OutFile
 from moerl.models import torch_dist
-from moerl.models.checkpoint import copy_side_files, fingerprint
+from moerl.models.checkpoint import fingerprint
 from moerl.models.dist_keys import places
-from moerl.models.source import KEPT, HFSource
+from moerl.models.source import HFSource, write_beside
 from moerl.models.tensormap import Box, Param, shape_of
 
 FILES = 16  # a small checkpoint is cut into so many, for workers to share and for a restart to find
@@ -36,45 +36,41 @@ def convert(hf: Path, out: Path, *, memory: int, workers: int, dtype: str | None
 
     def produce(job: tuple) -> Iterator[tuple[int, list]]:
         name, box, start = job
-        values, sizes = tensors.values(name, box)
+        values, sizes = tensors.chunk(name, box)
         before, after = torch_dist.archive(values.dtype, sizes)
         yield start, [before, values.contiguous().reshape(-1).view(torch.uint8).numpy(), after]
 
     def finish(part: Path) -> None:
-        copy_side_files(hf, part)
-        torch_dist.write_metadata(part, written, {"updates": 0, "layout": None, "hf_copies": source.copies})
+        write_beside(source, part)
+        torch_dist.write_metadata(part, written, {"updates": 0, "layout": None})
 
     what = {"hf": fingerprint(hf), "dtype": dtype}
     return write(out, files, produce, finish, what=what, memory=memory, workers=workers, share=share)
 
 
 class Tensors:
-    """The tensors to write: a model's parameters in their places, and what is kept as it is; `cast` is their dtype, None their own."""
+    """The tensors to write: a model's parameters in their places; `cast` is their dtype, None their own."""
 
     def __init__(self, source: HFSource, cast: torch.dtype | None):
-        self.source, self.cast, self.kept = source, cast, source.kept()
+        self.source, self.cast = source, cast
         self.params = {n: p for n, p in source.params.items() if not p.tied}
         self.places = places(self.params)
 
     def dtype(self, param: Param) -> torch.dtype:
         return self.source.dtype(param) if self.cast is None or in_float32(param, self.source.dtype(param)) else self.cast
 
-    def values(self, name: str, box: Box | None) -> tuple[torch.Tensor, tuple[int, ...]]:
+    def chunk(self, name: str, box: Box) -> tuple[torch.Tensor, tuple[int, ...]]:
         """The elements of a chunk, and its sizes in the tensor."""
-        if box is None:
-            return self.kept[name], tuple(self.kept[name].shape)
         param = self.params[name]
         return self.source.read(param, box).to(self.dtype(param)), shape_of(self.places[name].box(param, box))
 
-    def chunks(self) -> Iterator[tuple[str, Box | None, str, tuple[int, ...], tuple[int, ...], torch.dtype]]:
+    def chunks(self) -> Iterator[tuple[str, Box, str, tuple[int, ...], tuple[int, ...], torch.dtype]]:
         """Parameter, box, tensor, corner, sizes and dtype of every chunk."""
         for name, param in self.params.items():
             place, dtype = self.places[name], self.dtype(param)
             for box in cut(param, param.box(1), dtype.itemsize):
                 inside = place.box(param, box)
                 yield name, box, place.key, tuple(b.start for b in inside), shape_of(inside), dtype
-        for name, values in self.kept.items():
-            yield name, None, KEPT + name, (0,) * values.dim(), tuple(values.shape), values.dtype
 
 
 def lay_out(tensors: Tensors) -> tuple[list[OutFile], dict[str, torch_dist.Tensor]]:
@@ -91,7 +87,7 @@ def lay_out(tensors: Tensors) -> tuple[list[OutFile], dict[str, torch_dist.Tenso
         chunks.setdefault(key, []).append(torch_dist.Chunk(key, corner, sizes, f"__{len(files) - 1}_0.distcp", at, length))
         dtypes[key] = dtype
         at += length
-    shapes = {p.key: p.shape for p in tensors.places.values()} | {KEPT + n: tuple(v.shape) for n, v in tensors.kept.items()}
+    shapes = {p.key: p.shape for p in tensors.places.values()}
     written = {key: torch_dist.Tensor(dtypes[key], shapes[key], tuple(parts)) for key, parts in chunks.items()}
     out = []
     for i, entries in enumerate(files):

@@ -68,8 +68,6 @@ def convert(ckpt: Path, out: Path, *, memory: int, workers: int, role: str = "ac
 
     def finish(part: Path) -> None:
         copy_side_files(source.config, part)
-        for own in (torch_dist.FORMAT, MANIFEST):
-            (part / own).unlink(missing_ok=True)
         fields = {"dtype": dtype or outputs.common_dtype()}
         if fp8_block:
             fields |= {"quantization_config": QUANTIZATION}

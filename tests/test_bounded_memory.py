@@ -92,7 +92,7 @@ def load_job(rank, layout, path):
     HFReader._stored = lambda reader, name: Counted(reader, name)
     try:
         with Peak() as peak:
-            weights.load_hf(chunks, arch, layout, rank, params, path)
+            weights.load(chunks, arch, layout, rank, path)
     finally:
         HFReader._stored = plain
     return sum(read), peak.most

@@ -65,7 +65,7 @@ def shards_job(rank, layout, paths):
     made = jobs.make(rank, layout, paths[0], train=False)
     found = []
     for path in paths:
-        made.load_hf(path)
+        made.load_weights(path)
         found.append([(s.name, s.tensor.clone(), s.parts, s.index) for s in made.owned_shards()])
     return found
 
@@ -75,7 +75,7 @@ def logprobs_job(rank, layout, paths, batches, temperature):
     made = jobs.make(rank, layout, paths[0], train=False)
     found = []
     for path, batch in zip(paths, batches):
-        made.load_hf(path)
+        made.load_weights(path)
         (result,) = made.logprobs([batch], temperature)
         found.append(np.split(result["logp"].numpy(), np.cumsum(result["responses"])[:-1]))
     return found

@@ -135,7 +135,7 @@ def reference_job(rank, layout, path):
     from moerl.megatron import model
 
     other = model.make(read_arch(path).main(), layout, rank, torch.float32)
-    other.load_hf(path)
+    other.load_weights(path)
     synced = jobs.make(rank, layout, path).owned_shards(prediction=False)
     return hasattr(other.bare()[-1], "mtp"), [(s.name, s.tensor.clone(), s.parts, s.index) for s in synced]
 

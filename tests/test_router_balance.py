@@ -39,7 +39,7 @@ def make(rank, layout, path, router):
     from moerl.models import read_arch
 
     made = model.make(read_arch(path), layout, rank, torch.float32, optimizer=jobs.OPTIMIZER, schedule=Schedule(1e-2), router=router)
-    made.load_hf(path)
+    made.load_weights(path)
     return made
 
 

@@ -37,7 +37,7 @@ def make(rank, layout, path, *, dtype="float32", train=True, value_head=False, l
 
     extra = dict(optimizer=OPTIMIZER, schedule=Schedule(lr, kind="linear", total=10)) if train else {}
     made = model.make(read_arch(path), layout, rank, getattr(torch, dtype), value_head=value_head, **extra)
-    made.load_hf(path)
+    made.load_weights(path)
     return made
 
 

@@ -15,7 +15,8 @@ from moerl.controller.placement import Cluster, Placement, check_tokenizer, max_
 from moerl.controller.worker import ModelSpec
 from moerl.models import config_of, params_of, read_arch
 from moerl.models.arch import Arch
-from moerl.models.checkpoint import HFReader, copy_side_files, set_config, write_hf
+from moerl.models.checkpoint import copy_side_files, set_config, write_hf
+from moerl.models.source import open_source
 from moerl.models.tensormap import assemble, copy_again
 from moerl.rollout.group import Rollout
 from moerl.track.record import finish_run, write_run
@@ -42,9 +43,7 @@ def plan(config: RunConfig) -> Plan:
 
     arch = read_arch(config.model.path)
     placement = place(config, arch)
-    reader = HFReader(config.model.path)
-    reader.fit(params_of(arch))
-    as_exported = reader.as_exported(params_of(arch.main()), config_of(arch))
+    as_exported = open_source(config.model.path).as_exported()
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     check_tokenizer(tokenizer, arch, config.model.path)
     return Plan(config, arch, placement, tokenizer, as_exported)
@@ -121,9 +120,9 @@ class Processes:
 
     def export(self, path: Path, side_files: str, dtype: str) -> Path:
         """Write the actor as a Hugging Face checkpoint."""
-        params, start = params_of(self.arch), HFReader(side_files)
-        tensors = copy_again(params.values(), assemble(params, self.roles["actor"].shards()), start.files)
-        return write_hf(path, tensors | start.frequencies(), side_files, dtype=dtype, fields=config_of(self.arch))
+        params, start = params_of(self.arch), open_source(side_files)
+        tensors = copy_again(params.values(), assemble(params, self.roles["actor"].shards()), start.copies)
+        return write_hf(path, tensors | start.kept(), side_files, dtype=dtype, fields=config_of(self.arch))
 
     def shutdown(self) -> None:
         if getattr(self, "rollout", None):

@@ -60,7 +60,7 @@ class MegatronWorker:
             spec.arch, self.layout, self.rank, getattr(torch, spec.dtype), value_head=spec.value_head,
             optimizer=spec.optimizer, schedule=Schedule(**spec.schedule) if spec.schedule else None, router=spec.router,
         )
-        self.models[role].load_hf(spec.path)
+        self.models[role].load_weights(spec.path)
         # Saving collects garbage over and over; what lives as long as the process need not be looked at each time.
         gc.collect()
         gc.freeze()

@@ -171,7 +171,7 @@ def _layer_specs(config: TransformerConfig, arch: Arch, layers: range) -> list[M
 
 
 def build(arch: Arch, layout: ParallelLayout, rank: int, dtype: torch.dtype, *, value_head: bool = False) -> list[GPTModel]:
-    """The model chunks of `rank` (one, or `layout.vpp`), uninitialised: weights come from `weights.load_hf` or a checkpoint.
+    """The model chunks of `rank` (one, or `layout.vpp`), uninitialised: weights come from `weights.load` or a checkpoint.
 
     With `value_head` the last stage ends in one scalar a token instead of logits (the critic). Prediction layers of `arch` are held by the
     last stage and are no part of the forward pass.

@@ -32,8 +32,8 @@ class Model:
     updates: int = 0
     balancer: Balancer | None = None
 
-    def load_hf(self, path: str) -> None:
-        weights.load_hf(self.bare(), self.arch, self.layout, self.rank, path, value_head=self.value_head)
+    def load_weights(self, path: str) -> None:
+        weights.load(self.bare(), self.arch, self.layout, self.rank, path, value_head=self.value_head)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 

@@ -1,4 +1,4 @@
-"""Weights of one rank's model: read from a Hugging Face checkpoint, handed out as shards. The tensor map says what goes where."""
+"""Weights of one rank's model: read from a checkpoint, handed out as shards. The tensor map says what goes where."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from moerl.layout import ParallelLayout
-from moerl.models import params_of, read_arch
 from moerl.models.arch import Arch, ModelError
-from moerl.models.checkpoint import HFReader
+from moerl.models.dist_keys import UNFUSED
 from moerl.models.placement import part
-from moerl.models.tensormap import Param, copies
+from moerl.models.source import open_source
+from moerl.models.tensormap import Param
 
-# Transformer Engine fuses these norms into the projection that follows them.
-FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 PREDICTION = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)$")  # the latter since Megatron-core 0.17
 EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
@@ -50,7 +43,7 @@ def _global_name(local: str, layers: range, first_expert: int) -> str:
         owner = f"mtp.layers.{match[1]}.transformer_layer"
     else:
         return local
-    rest = FUSED_NORMS.get(match[2], match[2])
+    rest = UNFUSED.get(match[2], match[2])
     if expert := EXPERT.match(rest):
         rest = f"mlp.experts.{first_expert + int(expert[1])}.{expert[2]}"
     elif expert := GROUPED_EXPERT.match(rest):
@@ -103,22 +96,18 @@ def mark_parallel(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, ra
 
 
 @torch.no_grad()
-def load_hf(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int, path: str, *, value_head: bool = False) -> None:
-    """Fill this rank's shards from the checkpoint at `path`, reading only the boxes it owns; the value head is left as it is.
+def load(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int, path: str, *, value_head: bool = False) -> None:
+    """Fill this rank's shards from the checkpoint at `path`, Hugging Face's or Megatron's, reading only the boxes it owns.
 
-    The checkpoint is checked whole, and its prediction layers are left aside where the chunks have none.
+    The value head is left as it is. The checkpoint is checked whole, and its prediction layers are left aside where the chunks have none.
     """
-    reader = HFReader(path)
-    params = reader.fit(params_of(read_arch(path)))
-    for shard in shards(chunks, arch, layout, rank, params, value_head=value_head):
-        param = params[shard.name]
+    source = open_source(path, chunks[0].config.params_dtype)
+    for shard in shards(chunks, arch, layout, rank, source.params, value_head=value_head):
+        param = source.params[shard.name]
         if tuple(shard.tensor.shape) != param.local_shape(shard.parts):
             found, want = tuple(shard.tensor.shape), param.local_shape(shard.parts)
             raise ModelError(f"{shard.name}: Megatron's shard is {found}, the map says {want}")
-        box = torch.zeros(param.box(shard.parts), dtype=shard.tensor.dtype)
-        for copy in copies(param, shard.parts, shard.index):
-            box[copy.target] = reader.read(copy).to(box.dtype)
-        shard.tensor.copy_(box.reshape(shard.tensor.shape))
+        shard.tensor.copy_(source.read(param, param.part(shard.parts, shard.index)).reshape(shard.tensor.shape))
 
 
 def owned_shards(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int, params: dict[str, Param]) -> list[Shard]:

@@ -7,7 +7,21 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from moerl.models import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, llama, minimax_m2, mixtral, olmoe, qwen2, qwen2_moe, qwen3, qwen3_moe
+from moerl.models import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    torch_dist,
+)
 from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import HFReader
 from moerl.models.known import problems
@@ -54,6 +68,8 @@ def read_arch(path: str | Path) -> Arch:
 
 def _predicts(path: Path, arch: Arch) -> bool:
     """Whether the checkpoint has any tensor of the prediction layers; where it has no tensors at all its configuration decides."""
+    if torch_dist.is_torch_dist(path):
+        return any(key.startswith("mtp.") for key in torch_dist.read_metadata(path))
     if not any(path.glob("*.safetensors*")):
         return True
     layers = tuple(f"model.layers.{i}." for i in range(arch.layers, arch.layers + arch.mtp_layers))

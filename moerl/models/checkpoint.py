@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"
 FLOATS = ("F32", "F16", "BF16")
 FREQUENCIES = ".rotary_emb.inv_freq"  # in some checkpoints (Moonlight, Kimi-K2); computed anew by everyone who reads them
+NOT_BESIDE = {INDEX, "metadata.json"}  # lists of weights; the latter is of a Megatron checkpoint
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".msgpack", ".h5"}
 
 
@@ -197,7 +198,8 @@ class HFReader:
 
 def side_files(path: str | Path) -> list[Path]:
     """Everything in a checkpoint's directory that belongs to the model and is not weights: configuration, tokenizer, code, templates."""
-    return [f for f in sorted(Path(path).iterdir()) if f.is_file() and f.name != INDEX and f.suffix not in WEIGHTS and f.name[0] != "."]
+    found = (f for f in sorted(Path(path).iterdir()) if f.is_file() and f.name not in NOT_BESIDE and f.name[0] != ".")
+    return [f for f in found if f.suffix not in WEIGHTS]
 
 
 def copy_side_files(source: str | Path, out: Path) -> None:
@@ -217,7 +219,7 @@ def set_config(path: Path, **fields) -> None:
 def fingerprint(path: str | Path) -> str:
     """What tells two checkpoints apart without reading them whole: sizes, headers and the ends of all their files."""
     digest = hashlib.sha256()
-    for file in sorted(Path(path).glob("*.safetensors")):
+    for file in sorted(f for kind in ("*.safetensors", "*.distcp") for f in Path(path).glob(kind)):
         size = file.stat().st_size
         with open(file, "rb") as stream:
             digest.update(f"{file.name} {size}".encode() + stream.read(2**16))

@@ -93,7 +93,7 @@ class SafetensorsFile:
             if length > size - 8:
                 raise ValueError(f"its header would end at byte {length + 8} of {size}")
             self.entries = json.loads(os.pread(self.file.descriptor, length, 8))
-            self.entries.pop("__metadata__", None)
+            self.metadata = self.entries.pop("__metadata__", {})
             self.begin = 8 + length
             for name, entry in self.entries.items():
                 self._check(name, entry, size - self.begin)

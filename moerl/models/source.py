@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from math import prod
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors.torch import save_file
 
-from moerl.models import params_of, read_arch, torch_dist
+from moerl.models import config_of, params_of, read_arch, torch_dist
 from moerl.models.arch import Arch, ModelError
-from moerl.models.checkpoint import HFReader
+from moerl.models.checkpoint import HFReader, copy_side_files
 from moerl.models.dist_keys import places
+from moerl.models.files import SafetensorsFile
 from moerl.models.tensormap import Box, Param, copies_in, duplicates, shape_of
 
-KEPT = "hf."  # before the names of tensors that are kept as they are and that Megatron does not know
+KEPT = "hf_kept.safetensors"  # beside a Megatron checkpoint's configuration: what the Hugging Face one had and Megatron does not know
 HEAD = "output_layer.weight"
 
 
@@ -35,6 +38,9 @@ class Source(Protocol):
         """Elements `box` of the parameter's logical array; rows that pad the vocabulary are zeros."""
 
     def kept(self) -> dict[str, torch.Tensor]: ...
+
+    def as_exported(self) -> bool:
+        """Whether it has the form of a checkpoint that is exported after training, the form that an engine takes."""
 
 
 def open_source(path: str | Path, scaled_as: torch.dtype = torch.bfloat16) -> Source:
@@ -76,6 +82,9 @@ class HFSource:
     def kept(self) -> dict[str, torch.Tensor]:
         return self.reader.frequencies()
 
+    def as_exported(self) -> bool:
+        return self.reader.as_exported(params_of(self.arch.main()), config_of(self.arch))
+
 
 class MegatronSource:
     """A Megatron distributed checkpoint, converted or of training, with the configuration beside it or in `config`."""
@@ -88,7 +97,7 @@ class MegatronSource:
         self.value_head = HEAD in tensors and tensors[HEAD].shape == (1, arch.hidden)
         self.params = {n: p for n, p in params_of(self.arch).items() if not (self.value_head and n == HEAD)}
         self.places = places(self.params)
-        self.copies = torch.load(path / torch_dist.COMMON, weights_only=True).get("hf_copies", [])
+        self._kept, self.copies = _read_kept(self.config)
         self.reader = torch_dist.Reader(path, tensors)
         self._check(tensors)
 
@@ -97,7 +106,7 @@ class MegatronSource:
         known = set(wanted) | ({HEAD} if self.value_head else set())
         lines = [f"missing tensor {key} {shape}" for key, (shape, _) in wanted.items() if key not in tensors]
         lines += [f"unexpected tensor {key} {tensors[key].shape}" for key in tensors
-                  if key not in known and not key.startswith(("optimizer.", KEPT))]
+                  if key not in known and not key.startswith("optimizer.")]
         for key, (shape, param) in wanted.items():
             if key in tensors and not _fits(tensors[key].shape, shape, param):
                 lines.append(f"tensor {key} has shape {tensors[key].shape}, expected {shape}")
@@ -120,12 +129,27 @@ class MegatronSource:
         return out
 
     def kept(self) -> dict[str, torch.Tensor]:
-        found = {k: t.shape for k, t in self.reader.tensors.items() if k.startswith(KEPT)}
-        return {k.removeprefix(KEPT): self.reader.read(k, tuple(slice(0, n) for n in shape)) for k, shape in found.items()}
+        return self._kept
+
+    def as_exported(self) -> bool:
+        return False
 
     def head(self) -> torch.Tensor | None:
         """A critic's value head [1, hidden]."""
         return self.reader.read(HEAD, (slice(0, 1), slice(0, self.arch.hidden))) if self.value_head else None
+
+
+def write_beside(source: Source, path: Path) -> None:
+    """Put into `path`, where a Megatron checkpoint's configuration lies, what belongs to the model and is not in that checkpoint."""
+    copy_side_files(source.config, path)
+    save_file(source.kept(), path / KEPT, metadata={"copies": json.dumps(source.copies)})
+
+
+def _read_kept(config: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+    if not (config / KEPT).is_file():
+        return {}, []
+    file = SafetensorsFile(config / KEPT)
+    return {name: file.get_slice(name)[:] for name in file.keys()}, json.loads(file.metadata["copies"])
 
 
 def _fits(found: tuple[int, ...], wanted: tuple[int, ...], param: Param) -> bool:

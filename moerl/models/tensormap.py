@@ -94,6 +94,14 @@ class Param:
             return self.shape
         return tuple(self.extent(parts) if d == self.split else n for d, n in enumerate(self.shape))
 
+    def part(self, parts: int, index: int) -> Box:
+        """Shard `index` of `parts` as elements of the logical array; it reaches beyond its end where the vocabulary is padded."""
+        box = [slice(0, n) for n in self.shape]
+        if self.split is not None:
+            size = self.extent(parts)
+            box[self.split] = slice(index * size, (index + 1) * size)
+        return tuple(box)
+
     def local_shape(self, parts: int) -> tuple[int, ...]:
         """Shape of Megatron's tensor on one rank."""
         box = self.box(parts)
@@ -112,11 +120,7 @@ class Copy:
 
 def copies(param: Param, parts: int, index: int) -> list[Copy]:
     """What shard `index` of `parts` along the parameter's split is made of; elements in no copy are padding (zeros)."""
-    box = [slice(0, n) for n in param.shape]
-    if param.split is not None:
-        size = param.extent(parts)
-        box[param.split] = slice(index * size, (index + 1) * size)
-    return copies_in(param, tuple(box))
+    return copies_in(param, param.part(parts, index))
 
 
 def copies_in(param: Param, box: Box) -> list[Copy]:
