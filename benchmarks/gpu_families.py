@@ -4,7 +4,8 @@
 
 For each family a small random model with every special case of it. The reference is transformers in float32 on the same (bfloat16)
 weights. The result keeps the error of Megatron's log-probs in each dtype, beside transformers' own error in that dtype, at several layouts;
-whether all tensors come back bit for bit; loss and gradient norm of two updates. With one GPU, or none, only the layout of one rank runs.
+whether all tensors come back bit for bit, from the ranks and from a checkpoint that they saved; loss and gradient norm of two updates. With
+one GPU, or none, only the layout of one rank runs. In float32 TF32 stays as torch has it, which shows in the errors.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
+from checkpoint_tools.megatron_to_hf import convert
 from moerl.layout import ParallelLayout
 from moerl.models import params_of, read_arch
-from moerl.models.tensormap import assemble
+from moerl.models.tensormap import assemble, copy_again
 from moerl.sample import Sample
 from moerl.track.record import hardware, packages
 from tests import train_jobs as jobs
+from tests.models import add_prediction
 from tests.ranks import Ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,14 +51,15 @@ MODELS = {
     "qwen3": ("qwen3", dict(tie_word_embeddings=True)),
     "qwen2_moe": ("qwen2_moe", EXPERTS | dict(shared_expert_intermediate_size=192, mlp_only_layers=[1], norm_topk_prob=False, head_dim=32)),
     "qwen3_moe": ("qwen3_moe", EXPERTS | dict(norm_topk_prob=True, mlp_only_layers=[1])),
+    "olmoe": ("olmoe", dict(num_experts=8, num_experts_per_tok=2, intermediate_size=128, norm_topk_prob=False)),
     "mixtral": ("mixtral", dict(num_local_experts=8, num_experts_per_tok=2)),
     "deepseek_v2": ("deepseek_v2", LATENT | dict(topk_method="group_limited_greedy")),
-    "deepseek_v3": ("deepseek_v3", LATENT),
+    "deepseek_v3": ("deepseek_v3", LATENT | dict(num_nextn_predict_layers=1)),
     "moonlight": ("deepseek_v3", LATENT | dict(q_lora_rank=None, n_group=1, topk_group=1,
                                                rope_parameters=dict(rope_type="default", rope_theta=5e4))),
     "glm4_moe": ("glm4_moe", dict(moe_intermediate_size=128, n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2,
                                   n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5, attention_bias=True,
-                                  use_qk_norm=True)),
+                                  use_qk_norm=True, num_nextn_predict_layers=1)),
     "minimax_m2": ("minimax_m2", dict(intermediate_size=128, num_local_experts=8, num_experts_per_tok=2, rotary_dim=32,
                                       rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))),
     "gpt_oss": ("gpt_oss", dict(intermediate_size=128, num_local_experts=8, num_experts_per_tok=2, sliding_window=40, swiglu_limit=0.5,
@@ -85,6 +90,10 @@ def write(name: str, path: Path) -> Path:
             if "inv_freq" not in key:
                 tensor.copy_(tensor.bfloat16())
     model.save_pretrained(path)
+    if changes.get("num_nextn_predict_layers"):
+        add_prediction(path)
+        rounded = {name: tensor.bfloat16().float() for name, tensor in load_file(path / "mtp.safetensors").items()}
+        save_file(rounded, path / "mtp.safetensors")
     return path
 
 
@@ -113,12 +122,15 @@ def reference(path: Path, dtype: torch.dtype) -> np.ndarray:
     return np.concatenate(out)
 
 
-def family_job(rank: int, layout: ParallelLayout, path: str, dtype: str) -> dict:
-    """Log-probs of the batch, this rank's shards, two updates."""
+def family_job(rank: int, layout: ParallelLayout, path: str, dtype: str, saved: str) -> dict:
+    """Log-probs of the batch, this rank's shards, a checkpoint, two updates."""
+    from moerl.megatron import checkpoint
+
     batch = samples()
     made = jobs.make(rank, layout, path, dtype=dtype, train=False)
     scored = made.logprobs([batch[:6], batch[6:]], 1.0)
     shards = [(s.name, s.tensor.float().cpu(), s.parts, s.index) for s in made.owned_shards()]
+    checkpoint.save(made, saved)
     del made
     made = jobs.make(rank, layout, path, dtype=dtype, lr=1e-3)
     steps = [jobs.step(made, batch, rank, layout, max_tokens=1024) | {"layout": layout} for _ in range(2)]
@@ -126,30 +138,38 @@ def family_job(rank: int, layout: ParallelLayout, path: str, dtype: str) -> dict
 
 
 def measure(name: str, path: Path, pool: Ranks, gpus: int, dtypes: list[str]) -> dict:
-    from safetensors.torch import load_file
-
-    arch, exact = read_arch(path), reference(path, torch.float32)
-    stored = load_file(path / "model.safetensors")
+    arch, exact, stored = read_arch(path), reference(path, torch.float32), tensors_of(path)
     out: dict = {}
     for dtype in dtypes:
         theirs = np.abs(reference(path, getattr(torch, dtype)) - exact)
         row = out[dtype] = {"transformers": summary(theirs)}
-        for label, layout in layouts(gpus, arch.experts > 0).items():
+        for label, layout in layouts(gpus if dtype == "bfloat16" else 1, arch.experts > 0).items():
+            saved = path.parent / f"{path.name} {dtype} {label}"
             try:
-                answers = pool.run(layout, family_job, str(path), dtype)
+                answers = pool.run(layout, family_job, str(path), dtype, str(saved))
             except (AssertionError, TimeoutError, EOFError, BrokenPipeError) as error:
                 row[label] = {"error": str(error)[-2500:]}
                 pool.close()
             else:
-                back = assemble(params_of(arch), [a["shards"] for a in answers])
+                back = copy_again(params_of(arch).values(), assemble(params_of(arch), [a["shards"] for a in answers]), stored)
+                read = tensors_of(convert(saved, saved.with_name(saved.name + " hf"), hf=path, memory=2**31, workers=2))
                 logp = answers[layout.rank_of(pp=layout.pp - 1)]["logp"]
                 steps = [[s[i] for s in (a["steps"] for a in answers)] for i in range(2)]
                 row[label] = summary(np.abs(logp - exact)) | {
-                    "bit exact": set(back) == set(stored) and all(torch.equal(back[k], stored[k].float()) for k in back),
+                    "bit exact": same(back, stored),
+                    "bit exact from checkpoint": same(copy_again(params_of(arch).values(), read, stored), stored),
                     "loss": [jobs.total(s) for s in steps], "grad norm": [s[0]["grad_norm"] for s in steps],
                 }
             print(name, dtype, label, row[label], flush=True)
     return out
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return set(ours) == set(theirs) and all(torch.equal(ours[k].float(), theirs[k].float()) for k in ours)
 
 
 def summary(error: np.ndarray) -> dict:
