@@ -51,7 +51,7 @@ MODELS = {
     "qwen3": ("qwen3", dict(tie_word_embeddings=True)),
     "qwen2_moe": ("qwen2_moe", EXPERTS | dict(shared_expert_intermediate_size=192, mlp_only_layers=[1], norm_topk_prob=False, head_dim=32)),
     "qwen3_moe": ("qwen3_moe", EXPERTS | dict(norm_topk_prob=True, mlp_only_layers=[1])),
-    "olmoe": ("olmoe", dict(num_experts=8, num_experts_per_tok=2, intermediate_size=128, norm_topk_prob=False)),
+    "olmoe": ("olmoe", dict(head_dim=32, num_experts=8, num_experts_per_tok=2, intermediate_size=128, norm_topk_prob=False)),
     "mixtral": ("mixtral", dict(num_local_experts=8, num_experts_per_tok=2)),
     "deepseek_v2": ("deepseek_v2", LATENT | dict(topk_method="group_limited_greedy")),
     "deepseek_v3": ("deepseek_v3", LATENT | dict(num_nextn_predict_layers=1)),
