@@ -131,19 +131,27 @@ def family_job(rank: int, layout: ParallelLayout, path: str, dtype: str, saved: 
     scored = made.logprobs([batch[:6], batch[6:]], 1.0)
     shards = [(s.name, s.tensor.float().cpu(), s.parts, s.index) for s in made.owned_shards()]
     checkpoint.save(made, saved)
+    for shard in made.owned_shards():
+        shard.tensor.zero_()
+    checkpoint.load(made, saved)
+    again = made.logprobs([batch[:6], batch[6:]], 1.0)
+    loaded = all(torch.equal(a["logp"], b["logp"]) for a, b in zip(scored, again))
     del made
     made = jobs.make(rank, layout, path, dtype=dtype, lr=1e-3)
     steps = [jobs.step(made, batch, rank, layout, max_tokens=1024) | {"layout": layout} for _ in range(2)]
-    return {"logp": np.concatenate([r["logp"].float().numpy() for r in scored]) if scored else None, "shards": shards, "steps": steps}
+    logp = np.concatenate([r["logp"].float().numpy() for r in scored]) if scored else None
+    return {"loaded": loaded, "logp": logp, "shards": shards, "steps": steps}
 
 
-def measure(name: str, path: Path, pool: Ranks, gpus: int, dtypes: list[str]) -> dict:
+def measure(name: str, path: Path, pool: Ranks, gpus: int, dtypes: list[str], names: list[str]) -> dict:
     arch, exact, stored = read_arch(path), reference(path, torch.float32), tensors_of(path)
     out: dict = {}
     for dtype in dtypes:
         theirs = np.abs(reference(path, getattr(torch, dtype)) - exact)
         row = out[dtype] = {"transformers": summary(theirs)}
         for label, layout in layouts(gpus if dtype == "bfloat16" else 1, arch.experts > 0).items():
+            if label not in names:
+                continue
             saved = path.parent / f"{path.name} {dtype} {label}"
             try:
                 answers = pool.run(layout, family_job, str(path), dtype, str(saved))
@@ -156,7 +164,7 @@ def measure(name: str, path: Path, pool: Ranks, gpus: int, dtypes: list[str]) ->
                 logp = answers[layout.rank_of(pp=layout.pp - 1)]["logp"]
                 steps = [[s[i] for s in (a["steps"] for a in answers)] for i in range(2)]
                 row[label] = summary(np.abs(logp - exact)) | {
-                    "bit exact": same(back, stored),
+                    "bit exact": same(back, stored), "the same after a restart": all(a["loaded"] for a in answers),
                     "bit exact from checkpoint": same(copy_again(params_of(arch).values(), read, stored), stored),
                     "loss": [jobs.total(s) for s in steps], "grad norm": [s[0]["grad_norm"] for s in steps],
                 }
@@ -180,13 +188,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--families", nargs="*", default=list(MODELS))
+    parser.add_argument("--layouts", nargs="*", default=["1", "tp2", "pp2", "tp2 ep2", "dp2 ep2"])
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
     arguments = parser.parse_args()
     gpus, pool, home = min(2, torch.cuda.device_count()), Ranks(DEVICE), Path(tempfile.mkdtemp())
     results: dict = {"hardware": hardware(), "packages": packages(), "families": {}}
     for name in arguments.families:
         began = time.time()
-        results["families"][name] = measure(name, write(name, home / name), pool, gpus, arguments.dtypes)
+        results["families"][name] = measure(name, write(name, home / name), pool, gpus, arguments.dtypes, arguments.layouts)
         print(name, round(time.time() - began, 1), "s", flush=True)
         arguments.out.write_text(json.dumps(results, indent=1))
     pool.close()

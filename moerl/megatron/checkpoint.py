@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from moerl.megatron.optimizer import init_states, restore
 from moerl.models.dist_keys import canonical
 from moerl.models.tensormap import Param
 
-EXTRA = "_extra_state"  # Transformer Engine's slot for FP8 scales in every layer
+EXTRA = re.compile(r"_extra_state\d*$")  # Transformer Engine's slots for FP8 scales in every layer, one an expert
 # Optimizer state is stored a model parameter at a time, under names that do not depend on how many optimizers were chained:
 # it loads at another layout.
 # A layer has names of its own, also where all layers are alike.
@@ -35,7 +36,7 @@ def _model_state(model: Model) -> dict:
 
 def _named_alike(state: dict, params: dict[str, Param]) -> dict:
     """The state under the names that it has with Transformer Engine, and without that library's (here empty) FP8 scales."""
-    kept = {name: item for name, item in state.items() if not name.endswith(EXTRA)}
+    kept = {name: item for name, item in state.items() if not EXTRA.search(name)}
     for item in kept.values():
         item.key = canonical(item.key, params)
     return kept
@@ -106,6 +107,6 @@ def load(model: Model, path: str) -> None:
 
 def _load_chunk(chunk: torch.nn.Module, state: dict) -> None:
     answer = chunk.load_state_dict(state, strict=False)
-    wrong = [k for k in (*answer.missing_keys, *answer.unexpected_keys) if not k.endswith(EXTRA)]
+    wrong = [k for k in (*answer.missing_keys, *answer.unexpected_keys) if not EXTRA.search(k)]
     if wrong:
         raise ValueError(f"checkpoint does not fit the model: {len(wrong)} tensors, first {wrong[0]}")
