@@ -16,7 +16,7 @@ import torch
 from checkpoint_tools.boxes import cut, in_float32, in_tensor, is_run
 from checkpoint_tools.output import write
 from checkpoint_tools.stream import OutFile
-from moerl.models import fp8, torch_dist
+from moerl.models import config_of, fp8, torch_dist
 from moerl.models.arch import ModelError
 from moerl.models.checkpoint import INDEX, SCALE, copy_side_files, fingerprint, set_config
 from moerl.models.files import header
@@ -68,7 +68,7 @@ def convert(ckpt: Path, out: Path, *, memory: int, workers: int, role: str = "ac
 
     def finish(part: Path) -> None:
         copy_side_files(source.config, part)
-        fields = {"dtype": dtype or outputs.common_dtype()}
+        fields = config_of(source.arch) | {"dtype": dtype or outputs.common_dtype()}
         if fp8_block:
             fields |= {"quantization_config": QUANTIZATION}
         if source.value_head:

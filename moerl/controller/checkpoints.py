@@ -1,6 +1,7 @@
 """Checkpoints of a run: one directory a step, complete when its manifest is there, the last few kept.
 
     <output>/checkpoints/step_000010/{actor,critic}/   Megatron distributed checkpoints (weights, optimizer, update count, random states)
+                                     hf/               the start model's configuration and tokenizer: with them a role can be exported
                                      driver.json       step, data position, what the reference is
                                      manifest.json     every file with its size; written last
 """
@@ -14,6 +15,7 @@ import shutil
 from pathlib import Path
 
 from moerl.controller.group import Role
+from moerl.models.source import Source, write_beside
 
 STEP = re.compile(r"^step_(\d+)$")
 MANIFEST = "manifest.json"
@@ -23,11 +25,12 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
 
 
-def save(root: Path, step: int, roles: dict[str, Role], driver: dict, keep: int) -> Path:
-    """Write the checkpoint of `step`; all but the newest `keep` complete ones are deleted."""
+def save(root: Path, step: int, roles: dict[str, Role], driver: dict, keep: int, start: Source) -> Path:
+    """Write the checkpoint of `step` of a run from `start`; all but the newest `keep` complete ones are deleted."""
     path = root / f"step_{step:06d}"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
+    write_beside(start, path / "hf")
     for name, role in roles.items():
         role.save(str((path / name).resolve()))
     (path / "driver.json").write_text(json.dumps({"step": step, **driver}))

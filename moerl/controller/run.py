@@ -16,7 +16,7 @@ from moerl.controller.worker import ModelSpec
 from moerl.models import config_of, params_of, read_arch
 from moerl.models.arch import Arch
 from moerl.models.checkpoint import copy_side_files, set_config, write_hf
-from moerl.models.source import open_source
+from moerl.models.source import Source, open_source
 from moerl.models.tensormap import assemble, copy_again
 from moerl.rollout.group import Rollout
 from moerl.track.record import finish_run, write_run
@@ -30,6 +30,7 @@ class Plan:
     arch: Arch
     placement: Placement
     tokenizer: object
+    start: Source  # the checkpoint at model.path
     as_exported: bool  # the start checkpoint has the form of an exported one, which is the form that an engine takes
 
     def describe(self) -> str:
@@ -43,10 +44,10 @@ def plan(config: RunConfig) -> Plan:
 
     arch = read_arch(config.model.path)
     placement = place(config, arch)
-    as_exported = open_source(config.model.path).as_exported()
+    start = open_source(config.model.path)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     check_tokenizer(tokenizer, arch, config.model.path)
-    return Plan(config, arch, placement, tokenizer, as_exported)
+    return Plan(config, arch, placement, tokenizer, start, start.as_exported())
 
 
 def prepare_output(config: RunConfig, resume: bool) -> Path | None:

@@ -9,7 +9,7 @@ import numpy as np
 from moerl.config.schema import SFTConfig
 from moerl.controller import checkpoints
 from moerl.controller.data import DataError, PromptStream, answers, load_prompts
-from moerl.controller.run import Processes, plan, prepare_output, recorded
+from moerl.controller.run import Plan, Processes, plan, prepare_output, recorded
 from moerl.sample import Sample
 from moerl.track.display import Progress
 from moerl.track.metrics import Metrics
@@ -34,14 +34,15 @@ def sft(config: SFTConfig, *, resume: bool = False, command: list[str] = ()) -> 
             if found:
                 checkpoints.load(found, processes.trained())
             with Metrics(output, config.track.tensorboard, resume_step=done if found else None) as metrics:
-                loop(config, processes, stream, targets, metrics, done)
+                loop(planned, processes, stream, targets, metrics, done)
             return processes.export(output / "hf", config.model.path, config.model.dtype)
         finally:
             processes.shutdown()
 
 
-def loop(config: SFTConfig, processes: Processes, stream: PromptStream, targets: dict, metrics: Metrics, done: int) -> None:
+def loop(planned: Plan, processes: Processes, stream: PromptStream, targets: dict, metrics: Metrics, done: int) -> None:
     """The steps after `done`."""
+    config: SFTConfig = planned.config
     actor, steps, every = processes.roles["actor"], config.trainer.steps, config.trainer.checkpoint_every
     with Progress(steps, enabled=config.track.progress) as progress:
         for step in range(done + 1, steps + 1):
@@ -55,7 +56,7 @@ def loop(config: SFTConfig, processes: Processes, stream: PromptStream, targets:
             metrics.log(step, values)
             if step == steps or (every and step % every == 0):
                 root = Path(config.trainer.output) / "checkpoints"
-                checkpoints.save(root, step, processes.trained(), {"data": stream.state()}, config.trainer.keep)
+                checkpoints.save(root, step, processes.trained(), {"data": stream.state()}, config.trainer.keep, planned.start)
             progress.end(values)
 
 

@@ -212,7 +212,7 @@ def restore_driver(ready: Ready, path: Path) -> int:
 
 def _save(ready: Ready, output: Path, step: int, processes: Processes, position: dict) -> None:
     driver = {"data": position, "reference": ready.reference}
-    checkpoints.save(output / "checkpoints", step, processes.trained(), driver, ready.config.trainer.keep)
+    checkpoints.save(output / "checkpoints", step, processes.trained(), driver, ready.config.trainer.keep, ready.plan.start)
 
 
 def _rescue(ready: Ready, output: Path, step: int, processes: Processes, position: dict) -> None:

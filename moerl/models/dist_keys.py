@@ -34,8 +34,15 @@ class Place:
     shape: tuple[int, ...]
     entry: int | None = None
 
+    def apart(self, param: Param, box: Box) -> int | None:
+        """The dimension along which to take `box` one by one where it is no box in the tensor: half of a gate and half of its partner."""
+        lead = len(box) - param.rank + 1
+        sizes = [b.stop - b.start for b in box[:lead]]
+        first = next((d for d in range(lead) if sizes[d] > 1), lead)
+        return first if sizes[first + 1 :] != list(param.shape[first + 1 : lead]) else None
+
     def box(self, param: Param, box: Box) -> Box:
-        """The elements `box` of the parameter's logical array in the tensor. The dimensions that Megatron merges are cut in one run."""
+        """The elements `box` of the parameter's logical array, which are one run (`apart`) of those dimensions that Megatron merges."""
         lead = len(box) - param.rank + 1
         first, count = 0, 1
         for b, n in zip(box[:lead], param.shape[:lead]):

@@ -120,6 +120,9 @@ class MegatronSource:
 
     def read(self, param: Param, box: Box) -> torch.Tensor:
         place = self.places[param.name]
+        if (dim := place.apart(param, box)) is not None:
+            parts = ((*box[:dim], slice(i, i + 1), *box[dim + 1 :]) for i in range(box[dim].start, box[dim].stop))
+            return torch.cat([self.read(param, part) for part in parts], dim)
         rows = self.reader.tensors[place.key].shape[0]
         if not param.padded or box[0].stop <= rows:
             return self.reader.read(place.key, place.box(param, box)).view(shape_of(box))
