@@ -17,7 +17,7 @@ from moerl.models.arch import ModelError
 
 PLAN, LOCK = "conversion.json", "conversion.lock"
 NEED = 2**29  # bytes of buffers that a worker may come to hold
-OWN = (PLAN, LOCK)
+PATIENCE_S = 60
 
 
 def write(out: Path, files: list[OutFile], produce: Produce, finish: Callable[[Path], None], *, what: dict, memory: int, workers: int,
@@ -35,10 +35,7 @@ def write(out: Path, files: list[OutFile], produce: Produce, finish: Callable[[P
     part = out.with_name(out.name + ".partial")
     _claim(part, what | {"files": _digest(files)})
     with open(part / f"{LOCK}.{share[0]}", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ModelError(f"{part}: another conversion is writing there") from None
+        _hold(lock, part)
         _room(part, files)
         run(part, files, produce, max(1, min(workers, memory // NEED)), Progress(sys.stderr), share)
     if share[0] == 0:
@@ -66,6 +63,18 @@ def _claim(part: Path, what: dict) -> None:
         os.replace(fresh, part / PLAN)
     except OSError as error:
         raise ModelError(f"{part}: cannot be written ({error.strerror})") from None
+
+
+def _hold(lock, part: Path) -> None:
+    """Be the only conversion there. The workers of one that was killed hold its lock until the disk has what they wrote."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > end:
+                raise ModelError(f"{part}: another conversion is writing there") from None
+            time.sleep(0.05)
 
 
 def _digest(files: list[OutFile]) -> str:
