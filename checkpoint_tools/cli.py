@@ -50,13 +50,17 @@ Blocks = Annotated[bool, typer.Option("--fp8-block", help="write DeepSeek's floa
 HF = Annotated[Path | None, typer.Option(help="Hugging Face checkpoint; with --ckpt, where its configuration lies if not beside it")]
 
 
+def _say(written: Path, host: tuple[int, int]) -> None:
+    print(written if host[0] == 0 else f"this host's share of {written} is written")
+
+
 def hf_to_megatron(hf: Annotated[Path, typer.Option(help="Hugging Face checkpoint")], out: Out, max_memory: Memory = "8GiB",
                    workers: Workers = 4, cast: Cast = "", host: Share = "") -> None:
     """Write a Megatron distributed checkpoint of a Hugging Face one; it loads at any layout."""
     with user_errors():
         from checkpoint_tools.hf_to_megatron import convert as run
 
-        print(run(hf, out, memory=size(max_memory), workers=workers, dtype=dtype(cast), share=share(host)))
+        _say(run(hf, out, memory=size(max_memory), workers=workers, dtype=dtype(cast), share=share(host)), share(host))
 
 
 def megatron_to_hf(ckpt: Annotated[Path, typer.Option(help="Megatron distributed checkpoint, or a step of a training run")], out: Out,
@@ -67,7 +71,7 @@ def megatron_to_hf(ckpt: Annotated[Path, typer.Option(help="Megatron distributed
         from checkpoint_tools.megatron_to_hf import convert as run
 
         options = dict(memory=size(max_memory), workers=workers, share=share(host))
-        print(run(ckpt, out, role=role, hf=hf, dtype=dtype(cast), fp8_block=fp8_block, **options))
+        _say(run(ckpt, out, role=role, hf=hf, dtype=dtype(cast), fp8_block=fp8_block, **options), share(host))
 
 
 def convert(out: Out, hf: HF = None, ckpt: Annotated[Path | None, typer.Option(help="Megatron checkpoint, or a step of a run")] = None,
