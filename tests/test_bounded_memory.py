@@ -68,33 +68,25 @@ class Peak:
 def load_job(rank, layout, path):
     """(bytes read from the checkpoint, growth of memory beside the model while it is filled)"""
     from moerl.megatron import build, weights
-    from moerl.models.checkpoint import HFReader
+    from moerl.models.files import File
 
     arch = read_arch(path)
     params, read = params_of(arch), []
-    plain = HFReader._stored
+    plain = File._fill
 
-    class Counted:
-        def __init__(self, reader, name):
-            self.slice = plain(reader, name)
-
-        def __getattr__(self, name):
-            return getattr(self.slice, name)
-
-        def __getitem__(self, box):
-            found = self.slice[box]
-            read.append(found.nbytes)
-            return found
+    def counted(file, view, start):
+        read.append(len(view))
+        plain(file, view, start)
 
     chunks = build.build(arch, layout, rank, torch.bfloat16)
     for shard in weights.shards(chunks, arch, layout, rank, params):
         shard.tensor.zero_()  # so that the memory of the model itself is there and not counted
-    HFReader._stored = lambda reader, name: Counted(reader, name)
+    File._fill = counted
     try:
         with Peak() as peak:
             weights.load(chunks, arch, layout, rank, path)
     finally:
-        HFReader._stored = plain
+        File._fill = plain
     return sum(read), peak.most
 
 

@@ -235,6 +235,16 @@ def test_expert_biases_need_etp_1():
         place(TrainConfig.model_validate(config | {"critic": {"layout": {"tp": 2, "etp": 2}}}), arch)
 
 
+def test_what_vllm_does_otherwise_is_refused():
+    from moerl.rollout.engine import unservable
+
+    arch = FAMILIES["gpt_oss"].arch
+    assert unservable(arch(GPT_OSS)) == ""
+    assert "swiglu_limit 7.0" in unservable(arch(GPT_OSS | {"swiglu_limit": 5.0}))
+    kinds = ["full_attention"] * GPT_OSS["num_hidden_layers"]
+    assert "layer_types" in unservable(arch(GPT_OSS | {"layer_types": kinds}))
+
+
 @pytest.mark.parametrize("family", ["minimax_m2", "gpt_oss"])
 def test_resume_at_another_layout(ranks, tiny, tmp_path, family):
     """Norm shards and sinks are ours: saved by four ranks, they go on as whole ones on a single rank."""

@@ -14,10 +14,11 @@ from moerl.controller.group import Role, WorkerGroup
 from moerl.controller.placement import Cluster, Placement, check_tokenizer, max_tokens, place
 from moerl.controller.worker import ModelSpec
 from moerl.models import config_of, params_of, read_arch
-from moerl.models.arch import Arch
+from moerl.models.arch import Arch, ModelError
 from moerl.models.checkpoint import copy_side_files, set_config, write_hf
 from moerl.models.source import Source, open_source
 from moerl.models.tensormap import assemble, copy_again
+from moerl.rollout.engine import unservable
 from moerl.rollout.group import Rollout
 from moerl.track.record import finish_run, write_run
 
@@ -44,6 +45,8 @@ def plan(config: RunConfig) -> Plan:
 
     arch = read_arch(config.model.path)
     placement = place(config, arch)
+    if placement.engines and (why := unservable(arch)):
+        raise ModelError(f"{config.model.path}: {why}")
     start = open_source(config.model.path)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     check_tokenizer(tokenizer, arch, config.model.path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -20,6 +21,7 @@ DTYPES = {
     "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SHORTEST_RUN = 512  # bytes; where a box's runs of elements are shorter, whole rows are read and cut
 ROWS_AT_ONCE = 2**24  # bytes of whole rows in memory while columns are cut out of them
 
 
@@ -36,14 +38,16 @@ class File:
 
     def fill(self, out: torch.Tensor, start: int) -> torch.Tensor:
         """Read the bytes from `start` into the contiguous tensor `out`."""
-        view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+        self._fill(memoryview(out.reshape(-1).view(torch.uint8).numpy()), start)
+        return out
+
+    def _fill(self, view: memoryview, start: int) -> None:
         done = 0
         while done < len(view):
             got = os.preadv(self.descriptor, [view[done:]], start + done)
             if got == 0:
                 raise ModelError(f"{self.path}: ends at byte {start + done}, {len(view) - done} more were to be read")
             done += got
-        return out
 
     def box(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
         """Elements `box` of an array [shape] whose elements begin at byte `start`."""
@@ -54,6 +58,14 @@ class File:
             first = sum(b.start * prod(shape[d + 1 :]) for d, b in enumerate(box))
             return self.fill(torch.empty(sizes, dtype=dtype), start + first * dtype.itemsize)
         out = torch.empty(sizes, dtype=dtype)
+        run = prod(sizes[cut:]) * dtype.itemsize
+        if run >= SHORTEST_RUN:
+            view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+            tail = sum(b.start * prod(shape[d + 1 :]) for d, b in enumerate(box) if d >= cut)
+            for i, index in enumerate(product(*(range(b.start, b.stop) for b in box[:cut]))):
+                first = tail + sum(k * prod(shape[d + 1 :]) for d, k in enumerate(index))
+                self._fill(view[i * run : (i + 1) * run], start + first * dtype.itemsize)
+            return out
         row = prod(shape[1:])
         step = max(1, ROWS_AT_ONCE // (row * dtype.itemsize))
         for low in range(0, sizes[0], step):

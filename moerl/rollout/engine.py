@@ -23,6 +23,8 @@ from moerl.reshard.receiver import Header, checkpoint_header, layer_order
 if TYPE_CHECKING:
     import torch
 
+    from moerl.models.arch import Arch
+
 SHARED_MEMORY = Path("/dev/shm")
 MIN_TEMPERATURE = 0.01  # vLLM silently raises a lower one to this
 
@@ -84,6 +86,17 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             file.write(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+
+
+def unservable(arch: Arch) -> str:
+    """What vLLM would do otherwise than the model, or nothing: two facts of gpt-oss are in its code and not read from config.json."""
+    if arch.family != "gpt_oss":
+        return ""
+    if arch.swiglu_limit != 7.0:
+        return f"vLLM runs gpt_oss with swiglu_limit 7.0, whatever it is (here {arch.swiglu_limit})"
+    if arch.window_layers != frozenset(range(0, arch.layers, 2)):
+        return "vLLM runs gpt_oss with a window in layers 0, 2, 4 and so on, whatever layer_types says"
+    return ""
 
 
 def needed_header(model: str, empty: bool = False) -> Header:
