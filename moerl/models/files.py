@@ -45,15 +45,16 @@ class File:
             done += got
         return out
 
-    def box(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
-        """Elements `box` of an array [shape] whose elements begin at byte `start`."""
+    def box(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], box: tuple[slice, ...],
+            out: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements `box` of an array [shape] whose elements begin at byte `start`, in the tensor `out` if there is one."""
         sizes = [b.stop - b.start for b in box]
+        out = torch.empty(sizes, dtype=dtype) if out is None else out
         # From the last dimension that is cut on, elements of one index lie together.
         cut = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
-        if prod(sizes[:cut]) <= 1:
+        if prod(sizes[:cut]) <= 1 and out.is_contiguous():
             first = sum(b.start * prod(shape[d + 1 :]) for d, b in enumerate(box))
-            return self.fill(torch.empty(sizes, dtype=dtype), start + first * dtype.itemsize)
-        out = torch.empty(sizes, dtype=dtype)
+            return self.fill(out, start + first * dtype.itemsize)
         row = prod(shape[1:])
         step = max(1, ROWS_AT_ONCE // (row * dtype.itemsize))
         for low in range(0, sizes[0], step):
@@ -77,9 +78,13 @@ class Stored:
         return self.dtype
 
     def __getitem__(self, index) -> torch.Tensor:
+        return self.read(index)
+
+    def read(self, index, out: torch.Tensor | None = None) -> torch.Tensor:
         index = index if isinstance(index, tuple) else (index,)
         spans = [range(n)[i] for n, i in zip(self.shape, (*index, *[slice(None)] * len(self.shape)))]
-        return self.file.box(self.start, DTYPES[self.dtype], tuple(self.shape), tuple(slice(s.start, s.stop) for s in spans))
+        box = tuple(slice(s.start, s.stop) for s in spans)
+        return self.file.box(self.start, DTYPES[self.dtype], tuple(self.shape), box, out)
 
 
 class SafetensorsFile:
