@@ -24,6 +24,8 @@ from moerl.models.source import HEAD, MegatronSource
 from moerl.models.tensormap import Param, copies_in, duplicates, shape_of
 
 SHARD = 5 * 10**9  # bytes of a file
+FILES = 16  # a model of less than so many such files is cut into so many, for workers to share and for a restart to find
+LEAST = 10**9  # bytes of a file of those
 MANIFEST = "manifest.json"  # of a training checkpoint, written last
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(fp8.BLOCK)}
 
@@ -122,7 +124,8 @@ class Outputs:
     def lay_out(self) -> list[OutFile]:
         groups = self._groups()
         total = sum(size for size, *_ in groups)
-        limit = -(-total // -(-total // SHARD)) if total else 1
+        limit = min(SHARD, max(LEAST, total // FILES))
+        limit = -(-total // -(-total // limit)) if total else 1
         shards, at = [([], [])], 0
         for size, names, jobs in groups:
             if at and at + size / 2 > limit:
@@ -214,7 +217,7 @@ class Outputs:
                 yield self.start[name] + first * kind.dtype.itemsize, [_raw(values.to(kind.dtype))]
                 continue
             columns = piece.shape[-1]
-            numbers, scales = fp8.quantize(values.reshape(-1, columns).float())
+            numbers, scales = fp8.quantize(values.reshape(-1, columns))
             yield self.start[name] + first, [_raw(numbers)]
             row = first // columns // fp8.BLOCK[0]
             yield self.start[name + SCALE] + row * scales.shape[1] * 4, [_raw(scales)]

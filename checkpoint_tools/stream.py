@@ -7,6 +7,7 @@ their names, unfinished ones end in `.writing`, so that a second run only makes 
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import queue
@@ -22,6 +23,8 @@ from typing import Any
 WRITING = ".writing"
 PR_SET_PDEATHSIG = 1
 AHEAD = 2  # results that may wait for the disk in each worker
+WRITE_BACK = 2**25  # bytes after which the kernel is told to begin with the disk, so that little is left to wait for at the end
+SYNC_FILE_RANGE_WRITE = 2
 KEEP_FREED_MEMORY = {-1: 2**31 - 1, -3: 2**30}  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD: fresh pages cost more than the copies
 
 
@@ -87,6 +90,7 @@ def _answer(pipe, number: int, process) -> None:
 
 
 def _work(number: int, directory: Path, files: list[OutFile], produce: Produce, done, claimed, pipe) -> None:
+    gc.freeze()  # else every collection looks through the plan, and so copies its pages
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a worker that outlives a killed run would write beside the next one
     for option, value in KEEP_FREED_MEMORY.items():
@@ -139,7 +143,8 @@ class _Writer:
             raise self.error
 
     def _write(self) -> None:
-        descriptor, path = -1, self.directory
+        descriptor, path, fresh = -1, self.directory, 0
+        begin = getattr(ctypes.CDLL(None), "sync_file_range", lambda *_: 0)  # Linux has it; a file system may not, which is no harm
         try:
             while True:
                 order, *rest = self.waiting.get()
@@ -147,7 +152,10 @@ class _Writer:
                     path = self.directory / (rest[0].name + WRITING)
                     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
                 elif order == "write":
-                    _write_all(descriptor, *rest)
+                    fresh += _write_all(descriptor, *rest)
+                    if fresh >= WRITE_BACK:
+                        begin(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), SYNC_FILE_RANGE_WRITE)
+                        fresh = 0
                 elif order == "count":
                     self.done[self.number] += rest[0]
                 elif order == "close":
@@ -164,12 +172,15 @@ class _Writer:
             self.error = error
 
 
-def _write_all(descriptor: int, place: int, buffers: list) -> None:
+def _write_all(descriptor: int, place: int, buffers: list) -> int:
+    """Write the buffers one after the other from `place` on; the number of bytes."""
+    first = place
     for buffer in buffers:
         view, done = memoryview(buffer).cast("B"), 0
         while done < len(view):
             done += os.pwrite(descriptor, view[done:], place + done)
         place += len(view)
+    return place - first
 
 
 class Progress:

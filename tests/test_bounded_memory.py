@@ -72,7 +72,7 @@ def load_job(rank, layout, path):
 
     arch = read_arch(path)
     params, read = params_of(arch), []
-    plain = File._fill
+    plain = File.fill
 
     def counted(file, view, start):
         read.append(len(view))
@@ -81,12 +81,12 @@ def load_job(rank, layout, path):
     chunks = build.build(arch, layout, rank, torch.bfloat16)
     for shard in weights.shards(chunks, arch, layout, rank, params):
         shard.tensor.zero_()  # so that the memory of the model itself is there and not counted
-    File._fill = counted
+    File.fill = counted
     try:
         with Peak() as peak:
             weights.load(chunks, arch, layout, rank, path)
     finally:
-        File._fill = plain
+        File.fill = plain
     return sum(read), peak.most
 
 

@@ -172,8 +172,25 @@ class HFReader:
         """The rotary frequencies that the checkpoint has, as they are."""
         return {name: self.stored(name)[:] for name in self.files if name.endswith(FREQUENCIES)}
 
-    def read(self, copy: Copy) -> torch.Tensor:
-        """The elements `copy.source` of a piece, at the rank of its view."""
+    def read(self, copy: Copy, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The elements `copy.source` of a piece, at the rank of its view, in `out` if that is given."""
+        if out is not None and not self._fill(copy, out):
+            out.copy_(self._read(copy))
+        return self._read(copy) if out is None else out
+
+    def _fill(self, copy: Copy, out: torch.Tensor) -> bool:
+        """Read straight into `out` where the elements lie in the file as they do there; whether they do."""
+        piece = copy.piece
+        ones = len(piece.view) - len(piece.shape)
+        whole = piece.view == (1,) * ones + piece.shape and prod(piece.view) == prod(b.stop - b.start for b in piece.box())
+        if not whole or piece.order is not None or piece.name not in self.files or not out.is_contiguous():
+            return False
+        stored = self.stored(piece.name)
+        if DTYPES[stored.dtype] == out.dtype:
+            stored.read(copy.source[ones:], out.view(out.shape[ones:]))
+        return DTYPES[stored.dtype] == out.dtype
+
+    def _read(self, copy: Copy) -> torch.Tensor:
         piece = copy.piece
         stored = self._slice(piece.name)
         if piece.order is not None:

@@ -30,48 +30,48 @@ class File:
 
     def __init__(self, path: Path):
         self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY)
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
 
     def __del__(self, close=os.close):
         if hasattr(self, "descriptor"):
             close(self.descriptor)
 
-    def fill(self, out: torch.Tensor, start: int) -> torch.Tensor:
-        """Read the bytes from `start` into the contiguous tensor `out`."""
-        self._fill(memoryview(out.reshape(-1).view(torch.uint8).numpy()), start)
-        return out
-
-    def _fill(self, view: memoryview, start: int) -> None:
+    def fill(self, view: memoryview, start: int) -> None:
+        """Read the bytes from `start` on into the memory `view`."""
         done = 0
         while done < len(view):
-            got = os.preadv(self.descriptor, [view[done:]], start + done)
+            try:
+                got = os.preadv(self.descriptor, [view[done:]], start + done)
+            except OSError as error:
+                raise ModelError(f"{self.path}: cannot be read ({error.strerror})") from None
             if got == 0:
                 raise ModelError(f"{self.path}: ends at byte {start + done}, {len(view) - done} more were to be read")
             done += got
 
-    def box(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
-        """Elements `box` of an array [shape] whose elements begin at byte `start`."""
+    def box(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], box: tuple[slice, ...],
+            out: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements `box` of an array [shape] whose elements begin at byte `start`, in the tensor `out` if there is one."""
         sizes = [b.stop - b.start for b in box]
+        out = torch.empty(sizes, dtype=dtype) if out is None else out
         # From the last dimension that is cut on, elements of one index lie together.
         cut = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
-        if prod(sizes[:cut]) <= 1:
-            first = sum(b.start * prod(shape[d + 1 :]) for d, b in enumerate(box))
-            return self.fill(torch.empty(sizes, dtype=dtype), start + first * dtype.itemsize)
-        out = torch.empty(sizes, dtype=dtype)
         run = prod(sizes[cut:]) * dtype.itemsize
-        if run >= SHORTEST_RUN:
-            view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+        if out.is_contiguous() and (prod(sizes[:cut]) <= 1 or run >= SHORTEST_RUN):
+            view = memoryview(out.view(-1).view(torch.uint8).numpy())
             tail = sum(b.start * prod(shape[d + 1 :]) for d, b in enumerate(box) if d >= cut)
             for i, index in enumerate(product(*(range(b.start, b.stop) for b in box[:cut]))):
                 first = tail + sum(k * prod(shape[d + 1 :]) for d, k in enumerate(index))
-                self._fill(view[i * run : (i + 1) * run], start + first * dtype.itemsize)
+                self.fill(view[i * run : (i + 1) * run], start + first * dtype.itemsize)
             return out
         row = prod(shape[1:])
         step = max(1, ROWS_AT_ONCE // (row * dtype.itemsize))
         for low in range(0, sizes[0], step):
             high = min(low + step, sizes[0])
             rows = torch.empty(high - low, *shape[1:], dtype=dtype)
-            self.fill(rows, start + (box[0].start + low) * row * dtype.itemsize)
+            self.fill(memoryview(rows.view(-1).view(torch.uint8).numpy()), start + (box[0].start + low) * row * dtype.itemsize)
             out[low:high] = rows[(slice(None), *box[1:])]
         return out
 
@@ -89,9 +89,13 @@ class Stored:
         return self.dtype
 
     def __getitem__(self, index) -> torch.Tensor:
+        return self.read(index)
+
+    def read(self, index, out: torch.Tensor | None = None) -> torch.Tensor:
         index = index if isinstance(index, tuple) else (index,)
         spans = [range(n)[i] for n, i in zip(self.shape, (*index, *[slice(None)] * len(self.shape)))]
-        return self.file.box(self.start, DTYPES[self.dtype], tuple(self.shape), tuple(slice(s.start, s.stop) for s in spans))
+        box = tuple(slice(s.start, s.stop) for s in spans)
+        return self.file.box(self.start, DTYPES[self.dtype], tuple(self.shape), box, out)
 
 
 class SafetensorsFile:

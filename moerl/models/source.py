@@ -72,11 +72,10 @@ class HFSource:
             out = torch.zeros(shape_of(box), dtype=self.dtype(param))
         elif len(found) > 1:
             out = torch.empty(shape_of(box), dtype=self.dtype(param))
+        if out is None:
+            return self.reader.read(found[0]).to(self.dtype(param))
         for copy in found:
-            values = self.reader.read(copy)
-            if out is None:
-                return values.to(self.dtype(param))
-            out[copy.target] = values
+            self.reader.read(copy, out[copy.target])
         return out
 
     def kept(self) -> dict[str, torch.Tensor]:

@@ -192,9 +192,7 @@ class Reader:
                 inside = tuple(slice(low - c, high - c) for (low, high), c in zip(common, chunk.corner))
                 target = tuple(slice(low - b.start, high - b.start) for (low, high), b in zip(common, box))
                 start = chunk.start + self._elements(chunk, tensor.dtype)
-                found = self._file(chunk.file).box(start, tensor.dtype, chunk.sizes, inside)
-                out[target].copy_(found)
-                filled += found.numel()
+                filled += self._file(chunk.file).box(start, tensor.dtype, chunk.sizes, inside, out[target]).numel()
         if filled != out.numel():
             raise ModelError(f"{self.path}: tensor {key} has {filled} of the {out.numel()} elements of {[(b.start, b.stop) for b in box]}")
         return out
