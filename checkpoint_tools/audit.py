@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 
 from checkpoint_tools.boxes import cut
 from checkpoint_tools.megatron_to_hf import open_checkpoint
-from checkpoint_tools.stream import Progress
+from checkpoint_tools.stream import Progress, StreamError
 from moerl.models import torch_dist
 from moerl.models.arch import ModelError
 from moerl.models.checkpoint import INDEX
@@ -47,14 +49,17 @@ def compare(a: Path, b: Path, *, role: str = "actor", workers: int = 4) -> bool:
     sizes = [prod(shape_of(box)) * one.dtype(one.params[name]).itemsize for name, box in jobs]
     differences, digests = {}, (hashlib.sha256(), hashlib.sha256())
     progress, done = Progress(sys.stderr), 0
-    with multiprocessing.get_context("fork").Pool(workers, _start, (one, two)) as pool:
-        for (found, ours, theirs), size in zip(pool.imap(_compare, jobs, chunksize=1), sizes):
-            for difference in found:
-                differences.setdefault(difference.name, []).append(difference)
-            digests[0].update(ours)
-            digests[1].update(theirs)
-            done += size
-            progress([done], 0, sum(sizes))
+    try:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start, (one, two)) as pool:
+            for (found, ours, theirs), size in zip(pool.map(_compare, jobs), sizes):
+                for difference in found:
+                    differences.setdefault(difference.name, []).append(difference)
+                digests[0].update(ours)
+                digests[1].update(theirs)
+                done += size
+                progress([done], 0, sum(sizes))
+    except BrokenProcessPool:
+        raise StreamError("a worker was killed, as a full memory does it; try with fewer --workers") from None
     same &= _others(one, two)
     for source, path, digest in ((one, a, digests[0]), (two, b, digests[1])):
         shapes = hf_shapes(source.params.values())
@@ -81,7 +86,7 @@ def _alike(one: Source, two: Source) -> Source:
     """`one` with its scaled tensors read as the dtype that `two` has."""
     if isinstance(one, HFSource):
         for name, param in one.params.items():
-            if name in two.params and (wanted := two.dtype(two.params[name])) != one.dtype(param) and wanted.itemsize == 4:
+            if name in two.params and (wanted := two.dtype(two.params[name])) != one.dtype(param) and one.scaled(param):
                 return HFSource(one.path, wanted)
     return one
 
@@ -101,10 +106,14 @@ def _same_model(one: Source, two: Source, a: Path, b: Path) -> bool:
 
 
 def _others(one: Source, two: Source) -> bool:
-    """Whether what belongs to no parameter is the same: second copies, by name, and tensors kept as they are."""
+    """Whether what belongs to no parameter is the same: a value head, second copies of tensors, and those kept as they are."""
     ours, theirs = one.kept(), two.kept()
     apart = sorted(set(one.copies) ^ set(two.copies) | set(ours) ^ set(theirs))
     apart += [n for n in ours if n in theirs and not torch.equal(ours[n], theirs[n])]
+    heads = one.head(), two.head()
+    if (heads[0] is None) != (heads[1] is None) or heads[0] is not None and not torch.equal(*heads):
+        apart.append("the value head")
+    apart += [name for source in (one, two) if isinstance(source, HFSource) for name in source.stale_copies()]
     for name in apart[:SHOWN]:
         print(f"differs: {name}, which is no parameter")
     return not apart
@@ -124,7 +133,7 @@ def _compare(job: tuple[str, Box]) -> tuple[list[Difference], bytes, bytes]:
     if ours.dtype == theirs.dtype:
         same = _bits(ours) == _bits(theirs)
     else:
-        same = ours.double() == theirs.double()
+        same = ours.float() == theirs.float()
     found = []
     if not same.all():
         for copy in copies_in(param, box):

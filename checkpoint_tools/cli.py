@@ -17,7 +17,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def size(text: str) -> int:
     """Bytes of "8GiB", "500 MB" and the like."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?I?B?)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text, re.IGNORECASE)
     unit = match and match[2].upper()
     if not match or (unit if unit in UNITS else unit + "B") not in UNITS:
         raise typer.BadParameter(f"{text!r} is not a size (8GiB, 500MB)")
@@ -57,7 +57,7 @@ def _say(written: Path, host: tuple[int, int]) -> None:
 def hf_to_megatron(hf: Annotated[Path, typer.Option(help="Hugging Face checkpoint")], out: Out, max_memory: Memory = "8GiB",
                    workers: Workers = 4, cast: Cast = "", host: Share = "") -> None:
     """Write a Megatron distributed checkpoint of a Hugging Face one; it loads at any layout."""
-    with user_errors():
+    with user_errors(OSError):
         from checkpoint_tools.hf_to_megatron import convert as run
 
         _say(run(hf, out, memory=size(max_memory), workers=workers, dtype=dtype(cast), share=share(host)), share(host))
@@ -67,7 +67,7 @@ def megatron_to_hf(ckpt: Annotated[Path, typer.Option(help="Megatron distributed
                    hf: HF = None, role: Role = "actor", max_memory: Memory = "8GiB", workers: Workers = 4, cast: Cast = "",
                    fp8_block: Blocks = False, host: Share = "") -> None:
     """Write a Hugging Face checkpoint of a Megatron one."""
-    with user_errors():
+    with user_errors(OSError):
         from checkpoint_tools.megatron_to_hf import convert as run
 
         options = dict(memory=size(max_memory), workers=workers, share=share(host))
@@ -89,7 +89,7 @@ def convert(out: Out, hf: HF = None, ckpt: Annotated[Path | None, typer.Option(h
 def audit(a: Annotated[Path, typer.Argument(help="checkpoint of either format, or a step of a run")], b: Annotated[Path, typer.Argument()],
           role: Role = "actor", workers: Workers = 4) -> None:
     """Compare two checkpoints: every element of every tensor, both ways. Exit code 1 where anything differs."""
-    with user_errors():
+    with user_errors(OSError):
         from checkpoint_tools.audit import compare
 
         raise SystemExit(0 if compare(a, b, role=role, workers=workers) else 1)
@@ -98,7 +98,7 @@ def audit(a: Annotated[Path, typer.Argument(help="checkpoint of either format, o
 def inspect(path: Annotated[Path, typer.Argument(metavar="DIR")],
             only: Annotated[str, typer.Option(help="tensors with this in their name")] = "", role: Role = "") -> None:
     """Tensors, shapes, dtypes, sizes, layout and step of a checkpoint of either format."""
-    with user_errors():
+    with user_errors(OSError):
         from checkpoint_tools.inspect import describe
 
         print(describe(path, only, role))

@@ -15,7 +15,8 @@ from checkpoint_tools.boxes import cut, in_float32
 from checkpoint_tools.output import write
 from checkpoint_tools.stream import OutFile
 from moerl.models import torch_dist
-from moerl.models.checkpoint import fingerprint
+from moerl.models.arch import ModelError
+from moerl.models.checkpoint import identity
 from moerl.models.dist_keys import places
 from moerl.models.source import HFSource, write_beside
 from moerl.models.tensormap import Box, Param, shape_of
@@ -44,7 +45,7 @@ def convert(hf: Path, out: Path, *, memory: int, workers: int, dtype: str | None
         write_beside(source, part)
         torch_dist.write_metadata(part, written, {"updates": 0, "layout": None})
 
-    what = {"hf": fingerprint(hf), "dtype": dtype}
+    what = {"hf": identity(hf), "dtype": dtype}
     return write(out, files, produce, finish, what=what, memory=memory, workers=workers, share=share)
 
 
@@ -68,7 +69,7 @@ class Tensors:
         """Parameter, box, tensor, corner, sizes and dtype of every chunk."""
         for name, param in self.params.items():
             place, dtype = self.places[name], self.dtype(param)
-            for box in cut(param, param.box(1), dtype.itemsize):
+            for box in cut(param, param.box(1), max(dtype.itemsize, self.source.dtype(param).itemsize)):
                 inside = place.box(param, box)
                 yield name, box, place.key, tuple(b.start for b in inside), shape_of(inside), dtype
 
@@ -85,7 +86,9 @@ def lay_out(tensors: Tensors) -> tuple[list[OutFile], dict[str, torch_dist.Tenso
             at = 0
         files[-1].append(((name, box, at), length))
         chunks.setdefault(key, []).append(torch_dist.Chunk(key, corner, sizes, f"__{len(files) - 1}_0.distcp", at, length))
-        dtypes[key] = dtype
+        if dtypes.setdefault(key, dtype) != dtype:
+            kinds = f"{dtypes[key]}, {dtype}"
+            raise ModelError(f"{tensors.source.path}: the parts of {key} are of different dtypes ({kinds}); --dtype makes them one")
         at += length
     shapes = {p.key: p.shape for p in tensors.places.values()}
     written = {key: torch_dist.Tensor(dtypes[key], shapes[key], tuple(parts)) for key, parts in chunks.items()}

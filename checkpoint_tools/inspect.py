@@ -16,7 +16,7 @@ from moerl.models.files import DTYPES
 
 def describe(path: Path, only: str = "", role: str = "") -> str:
     """The listing; `only` leaves tensors without it in their name out, `role` takes one model of a training checkpoint."""
-    if (path / "manifest.json").is_file():
+    if (path / "manifest.json").is_file() and "roles" in json.loads((path / "manifest.json").read_text()):
         return _step(path, only, role)
     if torch_dist.is_torch_dist(path):
         return _megatron(path, only)

@@ -18,7 +18,7 @@ from checkpoint_tools.output import write
 from checkpoint_tools.stream import OutFile
 from moerl.models import config_of, fp8, torch_dist
 from moerl.models.arch import ModelError
-from moerl.models.checkpoint import INDEX, SCALE, copy_side_files, fingerprint, set_config
+from moerl.models.checkpoint import INDEX, SCALE, copy_side_files, identity, set_config
 from moerl.models.files import header
 from moerl.models.source import HEAD, MegatronSource
 from moerl.models.tensormap import Param, copies_in, duplicates, shape_of
@@ -48,8 +48,8 @@ def open_checkpoint(ckpt: Path, role: str = "actor", hf: Path | None = None) -> 
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of the output: dtype and shape, and whether it is written as float8 blocks."""
+class Written:
+    """A tensor of the output."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ def convert(ckpt: Path, out: Path, *, memory: int, workers: int, role: str = "ac
     """
     source = open_checkpoint(ckpt, role, hf)
     if fp8_block and not source.arch.latent:
-        raise ModelError(f"--fp8-block: no {source.arch.family} model is read with float8 blocks (DeepSeek and Kimi are)")
+        raise ModelError(f"--fp8-block: not for {source.arch.family}; it is the format of DeepSeek's and Kimi's checkpoints")
     outputs = Outputs(source, getattr(torch, dtype) if dtype else None, fp8_block)
     files = outputs.lay_out()
 
@@ -80,14 +80,8 @@ def convert(ckpt: Path, out: Path, *, memory: int, workers: int, role: str = "ac
             total = sum(prod(t.shape) * t.dtype.itemsize for t in outputs.tensors.values())
             (part / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": outputs.file_of}, indent=1))
 
-    print_of = {"ckpt": str(source.path.resolve()), "of": _stamp(source.path), "hf": fingerprint(source.config)}
-    what = print_of | {"role": role, "dtype": dtype, "fp8": fp8_block}
+    what = {"ckpt": identity(source.path), "hf": identity(source.config), "role": role, "dtype": dtype, "fp8": fp8_block}
     return write(out, files, outputs.produce, finish, what=what, memory=memory, workers=workers, share=share)
-
-
-def _stamp(path: Path) -> list:
-    found = (path / torch_dist.METADATA).stat()
-    return [found.st_size, found.st_mtime_ns]
 
 
 def _classifier(part: Path) -> str:
@@ -102,7 +96,7 @@ class Outputs:
         self.source, self.cast, self.fp8_block = source, cast, fp8_block
         self.params = {n: p for n, p in source.params.items() if not p.tied}
         self.kept = source.kept()
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, Written] = {}
         self.copies: dict[str, list[str]] = {}
         for copy, own in duplicates(source.params.values()).items():
             if copy in source.copies:
@@ -146,7 +140,8 @@ class Outputs:
                     if name not in self.tensors:
                         names.extend(self._declare(name, piece.shape, self.cast if self._casts(param) else self.source.dtype(param)))
             rows = fp8.BLOCK[0] if self.fp8_block else 1
-            jobs.extend((param.name, box) for box in cut(param, param.shape, self.source.dtype(param).itemsize, rows))
+            width = max(self.source.dtype(param).itemsize, *(self.tensors[piece.name].dtype.itemsize for piece in param.pieces))
+            jobs.extend((param.name, box) for box in cut(param, param.shape, width, rows))
         for name, tensor in self.kept.items():
             groups[name] = (list(self._declare(name, tuple(tensor.shape), tensor.dtype)), [(name, None)])
         if self.source.value_head:
@@ -161,11 +156,11 @@ class Outputs:
 
     def _declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
         if not self.quantized(name):
-            self.tensors[name] = Stored(dtype, shape)
+            self.tensors[name] = Written(dtype, shape)
             yield name
             return
-        self.tensors[name] = Stored(torch.float8_e4m3fn, shape)
-        self.tensors[name + SCALE] = Stored(torch.float32, tuple(-(-n // size) for n, size in zip(shape, fp8.BLOCK)))
+        self.tensors[name] = Written(torch.float8_e4m3fn, shape)
+        self.tensors[name + SCALE] = Written(torch.float32, tuple(-(-n // size) for n, size in zip(shape, fp8.BLOCK)))
         yield name
         yield name + SCALE
 

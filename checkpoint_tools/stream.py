@@ -1,7 +1,7 @@
 """Write many large files at once from what worker processes make, in bounded memory; go on where a killed run stopped.
 
 A file is laid out before it is written: its size and, for each of its jobs, what to make and where in the file it goes. Finished files have
-their names, unfinished ones end in `.writing`, so that a second run only makes what is not there, and makes the same bytes.
+their names, unfinished ones a name of their writer's own, so that a second run only makes what is not there, and makes the same bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ KEEP_FREED_MEMORY = {-1: 2**31 - 1, -3: 2**30}  # glibc's M_TRIM_THRESHOLD and M
 
 
 class StreamError(RuntimeError):
-    """A worker could not go on; the message is one line that names the file."""
+    """A worker could not go on; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def run(directory: Path, files: list[OutFile], produce: Produce, workers: int, w
     pipes, processes = {}, []
     for number in range(min(workers, len(left))):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(number, directory, left, produce, done, claimed, theirs), daemon=True)
+        process = context.Process(target=_work, args=(number, os.getpid(), directory, left, produce, done, claimed, theirs), daemon=True)
         process.start()
         theirs.close()
         pipes[ours] = number
@@ -89,10 +90,12 @@ def _answer(pipe, number: int, process) -> None:
         raise StreamError(error)
 
 
-def _work(number: int, directory: Path, files: list[OutFile], produce: Produce, done, claimed, pipe) -> None:
+def _work(number: int, parent: int, directory: Path, files: list[OutFile], produce: Produce, done, claimed, pipe) -> None:
     gc.freeze()  # else every collection looks through the plan, and so copies its pages
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a worker that outlives a killed run would write beside the next one
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a worker that outlives a killed run would hold up the next one
+    if os.getppid() != parent:
+        return
     for option, value in KEEP_FREED_MEMORY.items():
         getattr(libc, "mallopt", lambda *_: 0)(option, value)
     import torch
@@ -149,7 +152,7 @@ class _Writer:
             while True:
                 order, *rest = self.waiting.get()
                 if order == "open":
-                    path = self.directory / (rest[0].name + WRITING)
+                    path = self.directory / f"{rest[0].name}{WRITING}-{socket.gethostname()}-{os.getpid()}"
                     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
                 elif order == "write":
                     fresh += _write_all(descriptor, *rest)
@@ -188,11 +191,13 @@ class Progress:
 
     def __init__(self, stream, every: float = 1.0):
         self.stream, self.every, self.began, self.last = stream, every, time.monotonic(), 0.0
-        self.terminal = stream.isatty()
+        self.terminal, self.finished = stream.isatty(), False
 
     def __call__(self, done: list[int], found: int, total: int) -> None:
         now, made = time.monotonic(), sum(done)
-        finished = made + found >= total
+        if self.finished:
+            return
+        self.finished = finished = made + found >= total
         if not finished and now - self.last < (self.every if self.terminal else 30):
             return
         self.last = now

@@ -13,6 +13,6 @@
 set -euo pipefail
 
 workers=()
-[[ " $* " == *" --workers "* ]] || workers=(--workers "${SLURM_CPUS_ON_NODE:-4}")
+[[ " $* " == *" --workers"[\ =]* ]] || workers=(--workers "${SLURM_CPUS_ON_NODE:-4}")
 # A node that fails ends the job: the first node would wait for its files.
 exec srun --kill-on-bad-exit=1 --ntasks-per-node=1 --label ${MOERL:-moerl} convert "$@" "${workers[@]}"

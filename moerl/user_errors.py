@@ -6,13 +6,16 @@ import sys
 
 
 class user_errors:
-    """Within it, an error whose message says all ends the command with that message."""
+    """Within it, an error whose message says all, or is of the kinds `more`, ends the command with that message."""
+
+    def __init__(self, *more: type[BaseException]):
+        self.more = more
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
-        if kind is None or not issubclass(kind, _mendable()):
+        if kind is None or not issubclass(kind, (*_mendable(), *self.more)):
             return False
         print("error: " + str(error).replace("\n", "\n       "), file=sys.stderr)
         raise SystemExit(1)

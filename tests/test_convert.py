@@ -19,11 +19,14 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from checkpoint_tools import boxes, hf_to_megatron, megatron_to_hf, output
+from checkpoint_tools.stream import StreamError
 from moerl.cli import app
-from moerl.models import config_of, fp8, params_of, read_arch
+from moerl.layout import ParallelLayout
+from moerl.models import config_of, fp8, params_of, read_arch, torch_dist
 from moerl.models.arch import ModelError
 from moerl.models.checkpoint import HFReader
 from moerl.models.source import open_source
+from tests import train_jobs as jobs
 from tests.models import write_deepseek, write_mxfp4, write_qwen3_moe, write_random
 from tests.test_families_deepseek import write_float8
 from tests.test_families_dense import tiny
@@ -140,14 +143,15 @@ def test_float8_output(models, tmp_path):
     again = tensors_of(megatron_to_hf.convert(read, tmp_path / "again", fp8_block=True, **BUDGET))
     assert all(torch.equal(again[n].float(), stored[n].float()) for n in small)
     qwen = hf_to_megatron.convert(models("qwen3_moe"), tmp_path / "q", **BUDGET)
-    with pytest.raises(ModelError, match="--fp8-block: no qwen3_moe model"):
+    with pytest.raises(ModelError, match="--fp8-block: not for qwen3_moe"):
         megatron_to_hf.convert(qwen, tmp_path / "x", fp8_block=True, **BUDGET)
 
 
-def test_float8_numbers():
+@pytest.mark.parametrize("largest", [1e30, 1e37])
+def test_float8_numbers(largest):
     """Every code with scales of every size, in boxes that begin anywhere: the bits of the float32 product; NaN stays NaN."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(300, 2)[:, :500].contiguous().view(torch.float8_e4m3fn)
-    scale = torch.tensor([[1e-9, 3e-4, 1.0, 7e3], [1e-38, 2.0**-126, 0.1, 1e30], [5e-41, 1e-3, 1e-2, 1.5]])
+    scale = torch.tensor([[1e-9, 3e-4, 1.0, 7e3], [1e-38, 2.0**-126, 0.1, largest], [5e-41, 1e-3, 1e-2, 1.5]])
     whole = codes.float() * scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :500]
     for rows, columns in ((slice(0, 300), slice(0, 500)), (slice(37, 201), slice(100, 333)), (slice(255, 257), slice(127, 129))):
         for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
@@ -193,7 +197,7 @@ def test_killed_anywhere_it_goes_on(large, tmp_path):
     out, part = tmp_path / "out", tmp_path / "out.partial"
     for files in (0, 1, 4, 9):
         process = subprocess.Popen(command("--hf", str(large), "--out", str(out), "--workers", "1"), stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (len(list(part.glob("*.distcp"))) >= files and list(part.glob("*.writing"))):
+        while process.poll() is None and not (len(list(part.glob("*.distcp"))) >= files and list(part.glob("*.writing-*"))):
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -208,7 +212,7 @@ def test_killed_anywhere_it_goes_on(large, tmp_path):
 def test_another_conversion_in_the_way(large, models, tmp_path, monkeypatch):
     """What an unfinished conversion left is only gone on with by the same one, and by one at a time."""
     process = subprocess.Popen(command("--hf", str(large), "--out", str(tmp_path / "out"), "--workers", "1"), stderr=subprocess.DEVNULL)
-    while not list((tmp_path / "out.partial").glob("*.writing")):
+    while not list((tmp_path / "out.partial").glob("*.writing-*")):
         time.sleep(0.002)
     process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(output, "PATIENCE_S", 1)
@@ -220,6 +224,42 @@ def test_another_conversion_in_the_way(large, models, tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="left from another conversion"):
         hf_to_megatron.convert(models("llama"), tmp_path / "out", **BUDGET)
     hf_to_megatron.convert(large, tmp_path / "out", **BUDGET)
+
+
+def test_killed_before_the_first_and_after_the_last_byte(models, tmp_path):
+    """While it claims the directory, and when all is there but the directory's name."""
+    path, out, part = models("qwen3_moe"), tmp_path / "out", tmp_path / "out.partial"
+    part.mkdir()
+    (part / f"{output.PLAN}.elsewhere.77").write_text("{")
+    want = digests(hf_to_megatron.convert(path, tmp_path / "want", **BUDGET))
+    hf_to_megatron.convert(path, out, **BUDGET)
+    assert {n: d for n, d in digests(out).items() if "elsewhere" not in n} == want
+    shutil.copytree(tmp_path / "want", tmp_path / "again.partial")
+    (tmp_path / "again.partial" / "__0_0.distcp.writing-host-1").write_text("half")
+    hf_to_megatron.convert(path, tmp_path / "again", **BUDGET)
+    assert digests(tmp_path / "again") == want
+
+
+def test_what_is_complete_is_left_as_it_is(models, tmp_path):
+    """The same conversion once more, or a host that comes when the others are done, changes nothing; another one is refused."""
+    path, out = models("qwen3_moe"), tmp_path / "out"
+    hf_to_megatron.convert(path, out, **BUDGET)
+    before = {f: f.stat().st_mtime_ns for f in out.iterdir()}
+    for share in ((0, 1), (1, 2), (19, 20)):
+        assert hf_to_megatron.convert(path, out, share=share, **BUDGET) == out
+    assert {f: f.stat().st_mtime_ns for f in out.iterdir()} == before and not (tmp_path / "out.partial").exists()
+    with pytest.raises(ModelError, match="exists and is not an empty directory"):
+        hf_to_megatron.convert(path, out, dtype="bfloat16", **BUDGET)
+
+
+def test_many_hosts_claim_at_once(tmp_path):
+    from concurrent.futures import ProcessPoolExecutor
+
+    with ProcessPoolExecutor(4) as pool:
+        for i in range(40):
+            part = tmp_path / str(i)
+            assert list(pool.map(output._claim, [part] * 4, [{"x": 1}] * 4)) == [None] * 4
+            assert [f.name for f in part.iterdir()] == [output.PLAN]
 
 
 def test_two_hosts_write_one_checkpoint(large, tmp_path):
@@ -243,17 +283,28 @@ def test_two_slurm_nodes(large, tmp_path):
     want = digests(hf_to_megatron.convert(large, tmp_path / "want", **BUDGET))
     root = Path(__file__).parent.parent
     environment = os.environ | {"MOERL": f"env PYTHONPATH={root} {sys.executable} -m moerl.cli"}
-    line = ["sbatch", "--wait", "--nodes=2", f"--output={tmp_path}/log", str(root / "launch/convert.sh"), "--hf", str(large), "--workers", "1"]
-    subprocess.run([*line, "--out", str(tmp_path / "out")], check=True, env=environment, cwd=tmp_path)
+    line = ["sbatch", "--wait", "--nodes=2", f"--output={tmp_path}/log", str(root / "launch/convert.sh"), "--hf", str(large)]
+    subprocess.run([*line, "--workers", "1", "--out", str(tmp_path / "out")], check=True, env=environment, cwd=tmp_path)
     assert digests(tmp_path / "out") == want
     assert "this host's share" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
 def test_a_worker_stays_in_its_budget(large, tmp_path):
-    """Peak resident memory of the whole process and its workers, at the least budget there is, below budget + 400 MB."""
+    """Peak resident memory of the whole process and its workers, at the least budget there is, below budget + 400 MB: tensors larger than
+    what is held at once, and a cast that doubles them."""
+    large = shutil.copytree(large, tmp_path / "wide")
+    tensors = {"model.embed_tokens.weight": torch.ones(100000, 1024, dtype=torch.bfloat16), "lm_head.weight": None}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+    for file in large.glob("*.safetensors"):
+        kept = {n: t for n, t in load_file(file).items() if n not in tensors}
+        save_file(kept, file)
+    save_file(tensors, large / "tables.safetensors")
+    config = json.loads((large / "config.json").read_text())
+    (large / "config.json").write_text(json.dumps(config | {"vocab_size": 100000}))
     for tool, flag, source, out in (("hf_to_megatron", "--hf", large, "m"), ("megatron_to_hf", "--ckpt", tmp_path / "m", "h")):
         line = [sys.executable, "-m", f"checkpoint_tools.{tool}", flag, str(source), "--out", str(tmp_path / out), "--max-memory", "512MiB"]
+        line += ["--dtype", "float32" if out == "m" else "bfloat16"]
         process, peaks = subprocess.Popen(line, stderr=subprocess.DEVNULL), {}
         while process.poll() is None:
             for pid in (process.pid, *_children(process.pid)):
@@ -309,13 +360,26 @@ def index(path, **more):
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors") | more}))
 
 
+def split(path):
+    tensors = load_file(path / "model.safetensors")
+    index(path)
+    save_file({NORM: tensors.pop(NORM)}, path / "b.safetensors")
+    save_file(tensors, path / "model.safetensors")
+
+
 NORM = "model.layers.2.input_layernorm.weight"
 KEY = "model.layers.0.self_attn.k_proj.weight"
+DOWN = "model.layers.0.mlp.experts.0.down_proj.weight"
 BAD = {
     "cut short": (cut_short, r"model.safetensors: not a readable safetensors file \(tensor .* ends at byte \d+ of \d+: the file is cut"),
     "no header": (no_header, r"model.safetensors: not a readable safetensors file"),
     "file missing": (lambda p: index(p, x="gone.safetensors"), r"names files that do not exist: gone.safetensors"),
-    "not in its file": (lambda p: index(p, **{"model.ghost": "model.safetensors"}), r"model.ghost"),
+    "no index": (lambda p: (p / "model.safetensors.index.json").write_text("[]"), r"index.json: not an index of safetensors files"),
+    "not in its file": (split, rf"index.json: tensor {NORM} is not in model.safetensors, where the index has it"),
+    "not in the index": (lambda p: (index(p), save_file({NORM: torch.zeros(64)}, p / "b.safetensors"), index(p, x="b.safetensors")),
+                         rf"tensor {NORM} is in b.safetensors, where the index does not have it"),
+    "no number": (rewritten(lambda t: t.update({NORM: torch.zeros(64, dtype=torch.int64)})), rf"tensor {NORM} is I64; of plain"),
+    "expert's dtype": (rewritten(lambda t: t.update({DOWN: t[DOWN].half()})), r"the parts of \S+linear_fc2.weight are of different dtypes"),
     "in two files": (lambda p: shutil.copy(p / "model.safetensors", p / "more.safetensors"), r"is in both model.safetensors and more"),
     "missing": (rewritten(lambda t: t.pop(NORM)), rf"missing tensor {NORM} \(64,\)"),
     "unknown": (rewritten(lambda t: t.update(x=torch.zeros(2))), r"unexpected tensor x in model.safetensors"),
@@ -331,9 +395,19 @@ def test_bad_source(models, tmp_path, name):
     change, message = BAD[name]
     path = broken(models, tmp_path, change)
     answer = CliRunner().invoke(app, ["convert", "--hf", str(path), "--out", str(tmp_path / "out")])
-    assert answer.exit_code == 1 and answer.stderr.startswith("error: ")
+    assert answer.exit_code == 1 and answer.stderr.startswith("error: ") and "Traceback" not in answer.stderr
     assert re.search(message, answer.stderr), answer.stderr
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_bad_mxfp4(models, tmp_path):
+    write_mxfp4(models("gpt_oss"), tmp_path / "packed", scales=(110, 130))
+    file = next((tmp_path / "packed").glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.endswith("_scales"))
+    save_file(tensors | {name: tensors[name][..., :1].contiguous()}, file)
+    with pytest.raises(ModelError, match=r"_blocks and _scales are U8 \[.*\] and U8 \[.*\], MXFP4 is"):
+        hf_to_megatron.convert(tmp_path / "packed", tmp_path / "m", **BUDGET)
 
 
 def test_bad_output(models, tmp_path, monkeypatch):
@@ -347,8 +421,13 @@ def test_bad_output(models, tmp_path, monkeypatch):
     (tmp_path / "a.partial" / "mine").write_text("x")
     with pytest.raises(ModelError, match="is in the way and not left from a conversion"):
         hf_to_megatron.convert(path, tmp_path / "a", **BUDGET)
-    with pytest.raises(ModelError, match=r"/proc/nothing/out.partial: cannot be written \("):
+    with pytest.raises(StreamError, match=r"/proc/nothing\S*: cannot be written \("):
         hf_to_megatron.convert(path, Path("/proc/nothing/out"), **BUDGET)
+    monkeypatch.chdir(tmp_path / "full")
+    with pytest.raises(ModelError, match="full: is the current directory; give a directory inside it"):
+        hf_to_megatron.convert(path, Path("."), **BUDGET)
+    with pytest.raises(ModelError, match="/: is mounted"):
+        hf_to_megatron.convert(path, Path("/"), **BUDGET)
     (tmp_path / "empty").mkdir()
     hf_to_megatron.convert(path, tmp_path / "empty", **BUDGET)
     monkeypatch.setattr(output.shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**12, 10**12, 1000))
@@ -362,7 +441,7 @@ def test_a_disk_that_fills_up(large, tmp_path):
     code = f"import resource, signal; {limit}; from moerl.cli import app; app()"
     line = [sys.executable, "-c", code, "convert", "--hf", str(large), "--out", str(tmp_path / "out")]
     answer = subprocess.run(line, capture_output=True, text=True)
-    assert answer.returncode == 1 and "error: " in answer.stderr and "distcp.writing: cannot be written (File too large)" in answer.stderr
+    assert answer.returncode == 1 and re.search(r"error: \S+distcp.writing-\S+: cannot be written \(File too large\)\n", answer.stderr)
     assert not (tmp_path / "out").exists()
     hf_to_megatron.convert(large, tmp_path / "out", **BUDGET)
 
@@ -422,6 +501,50 @@ def test_audit(models, tmp_path):
     assert code == 1 and "are different models: family, " in text
     code, text = run("audit", path, tmp_path)
     assert code == 1 and "neither a Hugging Face nor a Megatron checkpoint" in text
+
+
+def test_audit_sees_value_heads_and_second_copies(models, tmp_path):
+    tensors = tensors_of(models("qwen3_moe"))
+    tensors.pop("lm_head.weight")
+    one, two = ({**tensors, "score.weight": torch.full((1, 64), value)} for value in (1.0, 2.0))
+    a, b = save(tmp_path / "a", models("qwen3_moe"), one), save(tmp_path / "b", models("qwen3_moe"), two)
+    assert run("audit", a, a)[0] == 0
+    code, text = run("audit", a, b)
+    assert code == 1 and "differs: the value head" in text
+    tensors = tensors_of(models("llama"))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    code, text = run("audit", models("llama"), save(tmp_path / "c", models("llama"), tensors))
+    assert code == 1 and "differs: lm_head.weight" in text
+
+
+def test_boxes_are_runs_of_whole_scale_rows(models):
+    """A cut of a matrix that is written with a scale a block falls between blocks."""
+    param = params_of(read_arch(models("deepseek_v3")))["decoder.layers.0.mlp.linear_fc1.weight"]
+    shape = (2, 18432, 7168)
+    found = list(boxes.cut(param, shape, 2, 128))
+    assert len(found) >= 8 and all(boxes.is_run(shape, box) for box in found)
+    assert all(b[1].start % 128 == 0 and (b[1].stop - b[1].start) * 7168 * 2 <= boxes.CHUNK for b in found)
+    assert sum((b[0].stop - b[0].start) * (b[1].stop - b[1].start) for b in found) == 2 * 18432
+
+
+def save_job(rank, layout, path, directory):
+    from moerl.megatron import checkpoint
+
+    checkpoint.save(jobs.make(rank, layout, path, train=False), directory)
+
+
+def test_a_table_padded_for_more_ranks(ranks, models, tmp_path):
+    """Saved at TP4 the vocabulary has 512 rows, of which the model has 131."""
+    ranks.run(ParallelLayout(tp=4, ep=4), save_job, str(models("deepseek_v3")), str(tmp_path / "saved"))
+    assert torch_dist.read_metadata(tmp_path / "saved")["output_layer.weight"].shape[0] == 512
+    back = megatron_to_hf.convert(tmp_path / "saved", tmp_path / "h", hf=models("deepseek_v3"), **BUDGET)
+    want = tensors_of(models("deepseek_v3"))
+    found = tensors_of(back)
+    assert all(torch.equal(found[n], want[n]) for n in found) and set(want) - set(found) == set(duplicates_of(models("deepseek_v3")))
+
+
+def duplicates_of(path: Path) -> list[str]:
+    return open_source(path).copies
 
 
 def read_names(path: Path) -> set[str]:

@@ -59,7 +59,10 @@ class HFReader:
     def _locate(self) -> dict[str, str]:
         index = self.path / INDEX
         if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
+            try:
+                weight_map = dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ModelError(f"{index}: not an index of safetensors files ({type(error).__name__}: {error})") from None
             gone = sorted({f for f in weight_map.values() if not (self.path / f).is_file()})
             if gone:
                 raise ModelError(f"{index}: names files that do not exist: {', '.join(gone)}")
@@ -89,12 +92,16 @@ class HFReader:
 
     def _slice(self, name: str):
         if name not in self.files and name + BLOCKS in self.files:
-            return Mxfp4(self.stored(name + BLOCKS), self.stored(name + SCALES))
+            blocks, scales = self.stored(name + BLOCKS), self.stored(name + SCALES)
+            shape = blocks.get_shape()
+            if len(shape) != 4 or shape[-1] != 16 or scales.get_shape() != shape[:-1] or {blocks.dtype, scales.dtype} != {"U8"}:
+                kinds = f"{blocks.dtype} {shape} and {scales.dtype} {scales.get_shape()}"
+                form = "U8 [n, r, c / 32, 16] and U8 [n, r, c / 32]"
+                raise ModelError(f"{self.path}: tensors {name}{BLOCKS} and {SCALES} are {kinds}, MXFP4 is {form}")
+            return Mxfp4(blocks, scales)
         stored = self.stored(name)
         if not stored.get_dtype().startswith("F8"):
             return stored
-        if stored.get_dtype() != "F8_E4M3":
-            raise ModelError(f"{self.path}: tensor {name} is {stored.get_dtype()}; of float8 only F8_E4M3 is supported")
         shape, scale_name, block = stored.get_shape(), name + SCALE, self._block
         if scale_name not in self.files:
             raise ModelError(f"{self.path}: tensor {name} is {stored.get_dtype()} without scales ({scale_name} is missing)")
@@ -106,8 +113,11 @@ class HFReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """What tensor `name` reads as."""
-        found = self._slice(name)
-        return DTYPES[found.get_dtype()] if isinstance(found, Stored) else self.scaled_as
+        return self.scaled_as if self.scaled(name) else DTYPES[self.stored(name).get_dtype()]
+
+    def scaled(self, name: str) -> bool:
+        """Whether tensor `name` is stored as numbers and scales."""
+        return name not in self.files or self.stored(name).get_dtype().startswith("F8")
 
     @cached_property
     def quantized(self) -> dict:
@@ -127,15 +137,15 @@ class HFReader:
         """Rows and columns that share a scale."""
         return tuple(self.quantized.get("weight_block_size") or (128, 128))
 
-    def fit(self, params: Mapping[str, Param]) -> dict[str, Param]:
-        """The map in this checkpoint's spelling. Raises `ModelError` unless the checkpoint holds exactly its tensors (`check`).
+    def fit(self, params: Mapping[str, Param], aside: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, Param]:
+        """The map in this checkpoint's spelling. Raises `ModelError` unless the checkpoint holds exactly its tensors, and those `aside`.
 
         Further copies of a tensor may be there or not; of those only the shape is looked at.
         """
         params = spelled(params, {*self.files, *self._packed()})
         shapes, used = hf_shapes(params.values()), partly_used(params.values())
         copies = {copy: shapes[own] for copy, own in duplicates(params.values()).items() if copy in self.files}
-        lines = self._misfits(shapes | copies)
+        lines = self._misfits(shapes | copies | dict(aside or {}))
         for name in sorted(used):
             lines.append(f"tensor {name} {shapes[name]} is there, and {prod(shapes[name]) - used[name]} of its elements under other names")
         self._refuse(lines)
@@ -156,12 +166,24 @@ class HFReader:
         known = set(shapes) | {n + part for n in packed & set(shapes) for part in (BLOCKS, SCALES)}
         known |= {n + SCALE for n in set(shapes) & set(self.files) if self.stored(n).get_dtype().startswith("F8")}
         extra = sorted(name for name in set(self.files) - known if not name.endswith(FREQUENCIES))
+        strays = self._strays()
         lines = [f"missing tensor {n} {shapes[n]}" for n in missing] + [f"unexpected tensor {n} in {self.files[n]}" for n in extra]
+        lines += [f"tensor {name} is in {file}, where the index does not have it" for name, file in strays]
         for name in sorted(set(shapes) & names):
+            if name in self.files and (kind := self.stored(name).get_dtype()) not in (*FLOATS, "F8_E4M3"):
+                lines.append(f"tensor {name} is {kind}; of plain numbers only {', '.join(FLOATS)} are supported, of float8 F8_E4M3")
+                continue
             found = tuple(self._slice(name).get_shape())
             if found != tuple(shapes[name]):
                 lines.append(f"tensor {name} has shape {found}, expected {tuple(shapes[name])}")
         return lines
+
+    def _strays(self) -> list[tuple[str, str]]:
+        """Tensors in files of the checkpoint that its index has elsewhere or not at all."""
+        if not (self.path / INDEX).is_file():
+            return []
+        files = sorted(set(self.files.values()))
+        return [(name, file) for file in files for name in self._handle(file, self._open).keys() if self.files.get(name) != file]
 
     def _refuse(self, lines: list[str]) -> None:
         if lines:
@@ -222,7 +244,7 @@ def side_files(path: str | Path) -> list[Path]:
 def copy_side_files(source: str | Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for file in side_files(source):
-        shutil.copy(file, out / file.name)
+        shutil.copyfile(file, out / file.name)  # not its mode: a read-only one could not be changed
 
 
 def set_config(path: Path, **fields) -> None:
@@ -231,6 +253,12 @@ def set_config(path: Path, **fields) -> None:
     for stale in ("torch_dtype", "dtype", "quantization_config"):
         config.pop(stale, None)
     (path / "config.json").write_text(json.dumps(config | fields, indent=2))
+
+
+def identity(path: str | Path) -> list:
+    """What tells one directory of files from the same one with other contents: names, sizes and times of all its files."""
+    found = ((f.name, f.stat()) for f in sorted(Path(path).iterdir()) if f.is_file())
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 
 
 def fingerprint(path: str | Path) -> str:

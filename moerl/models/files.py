@@ -22,29 +22,37 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHORTEST_RUN = 512  # bytes; where a box's runs of elements are shorter, whole rows are read and cut
+OPEN_FILES = 64  # a checkpoint may have thousands of files, a process may often have 1024 open
 ROWS_AT_ONCE = 2**24  # bytes of whole rows in memory while columns are cut out of them
 
 
 class File:
-    """A file open for reading. A read past its end is a ModelError."""
+    """A file to read from, open while it is one of the last used. A read past its end is a ModelError."""
+
+    opened: dict[File, int] = {}  # descriptors, the last used last
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            self.descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
 
-    def __del__(self, close=os.close):
-        if hasattr(self, "descriptor"):
-            close(self.descriptor)
+    @property
+    def descriptor(self) -> int:
+        found = File.opened.pop(self, None)
+        if found is None:
+            try:
+                found = os.open(self.path, os.O_RDONLY)
+            except OSError as error:
+                raise ModelError(f"{self.path}: cannot be read ({error.strerror})") from None
+            while len(File.opened) >= OPEN_FILES:
+                os.close(File.opened.pop(next(iter(File.opened))))
+        File.opened[self] = found
+        return found
 
     def fill(self, view: memoryview, start: int) -> None:
         """Read the bytes from `start` on into the memory `view`."""
-        done = 0
+        descriptor, done = self.descriptor, 0
         while done < len(view):
             try:
-                got = os.preadv(self.descriptor, [view[done:]], start + done)
+                got = os.preadv(descriptor, [view[done:]], start + done)
             except OSError as error:
                 raise ModelError(f"{self.path}: cannot be read ({error.strerror})") from None
             if got == 0:
@@ -120,6 +128,8 @@ class SafetensorsFile:
         (first, last), dtype, shape = entry["data_offsets"], entry["dtype"], entry["shape"]
         if dtype not in DTYPES:
             raise ValueError(f"tensor {name} has dtype {dtype}, which is not known here")
+        if not 0 <= first <= last:
+            raise ValueError(f"tensor {name} lies from byte {first} to {last}")
         if last > size:
             raise ValueError(f"tensor {name} ends at byte {last} of {size}: the file is cut short")
         if last - first != prod(shape) * DTYPES[dtype].itemsize:

@@ -23,7 +23,8 @@ def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK, *,
     at_once = max(1, min(block[0], AT_ONCE // max(1, columns)))
     bits = torch.empty(at_once, columns, dtype=torch.int16)
     values = torch.empty(at_once, columns)
-    factors = scale[:, (torch.arange(columns) + corner[1]) // block[1]] * 256
+    huge = bool(scale.numel()) and float(scale.abs().amax()) >= 2.0**119  # 256 of it would not be a float32
+    factors = scale[:, (torch.arange(columns) + corner[1]) // block[1]] * (1 if huge else 256)
     low = 0
     while low < rows:
         row = (corner[0] + low) // block[0]
@@ -31,7 +32,7 @@ def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK, *,
         half, whole = bits[: high - low], values[: high - low]
         half.copy_(stored[low:high]).mul_(128).bitwise_and_(~0x4000)  # torch multiplies faster than it shifts
         whole.copy_(half.view(torch.float16))
-        out[low:high] = whole.mul_(factors[row])
+        out[low:high] = (whole.mul_(256) if huge else whole).mul_(factors[row])
         low = high
     if stored.numel() and (stored.amax() == 0x7F or weight.view(torch.uint8).amax() == 0xFF):  # the two codes of NaN
         out[stored.bitwise_and(0x7F) == 0x7F] = float("nan")

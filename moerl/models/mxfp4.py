@@ -24,4 +24,6 @@ class Mxfp4:
         """The values in a box of whole experts, in float32; every one is exact in bfloat16 too, as long as it is not below its range."""
         blocks, scales = self.blocks[box[0]].int(), self.scales[box[0]].int() - EXPONENT_BIAS
         values = E2M1[torch.stack([blocks & 15, blocks >> 4], dim=-1)].flatten(-2)
-        return torch.ldexp(values, scales[..., None]).flatten(-2).transpose(1, 2)[(slice(None), *box[1:])]
+        values = torch.ldexp(values, scales[..., None])
+        values[scales == 255 - EXPONENT_BIAS] = float("nan")  # the one scale that is not a power of two
+        return values.flatten(-2).transpose(1, 2)[(slice(None), *box[1:])]

@@ -19,6 +19,7 @@ from moerl.models.tensormap import Box, Param, copies_in, duplicates, shape_of
 
 KEPT = "hf_kept.safetensors"  # beside a Megatron checkpoint's configuration: what the Hugging Face one had and Megatron does not know
 HEAD = "output_layer.weight"
+SCORE, BIAS = "score.weight", "score.bias"  # a critic's value head in a Hugging Face checkpoint (a token classifier)
 
 
 class Source(Protocol):
@@ -31,6 +32,9 @@ class Source(Protocol):
     params: dict[str, Param]
     config: Path
     copies: list[str]
+
+    def head(self) -> torch.Tensor | None:
+        """A critic's value head [1, hidden]; then there is no output layer."""
 
     def dtype(self, param: Param) -> torch.dtype: ...
 
@@ -55,8 +59,11 @@ class HFSource:
         self.path = self.config = path
         self.arch = read_arch(path)
         self.reader = HFReader(path, scaled_as)
-        own = params_of(self.arch)
-        self.params = self.reader.fit(own)
+        own, head = params_of(self.arch), {}
+        if SCORE in self.reader.files:
+            head = {SCORE: (1, self.arch.hidden)} | ({BIAS: (1,)} if BIAS in self.reader.files else {})
+            own = {n: p for n, p in own.items() if n != HEAD}
+        self.params = self.reader.fit(own, head)
         self.copies = [name for name in duplicates(own.values()) if name in self.reader.files]
 
     def dtype(self, param: Param) -> torch.dtype:
@@ -80,6 +87,25 @@ class HFSource:
 
     def kept(self) -> dict[str, torch.Tensor]:
         return self.reader.frequencies()
+
+    def head(self) -> torch.Tensor | None:
+        return self.reader.stored(SCORE)[:] if SCORE in self.reader.files else None
+
+    def scaled(self, param: Param) -> bool:
+        """Whether the parameter is stored as numbers and scales."""
+        return any(self.reader.scaled(piece.name) for piece in param.pieces)
+
+    def stale_copies(self) -> list[str]:
+        """Second copies of tensors that are not what the tensors are."""
+        stale = []
+        for copy, own in duplicates(params_of(self.arch).values()).items():
+            if copy in self.copies and own in self.reader.files:
+                a, b = self.reader.stored(copy), self.reader.stored(own)
+                step = max(1, 2**26 // max(1, prod(a.get_shape()[1:]) * 4))
+                rows = range(0, a.get_shape()[0], step)
+                if any(not torch.equal(a[low : low + step].float(), b[low : low + step].float()) for low in rows):
+                    stale.append(copy)
+        return stale
 
     def as_exported(self) -> bool:
         return self.reader.as_exported(params_of(self.arch.main()), config_of(self.arch))
@@ -137,7 +163,6 @@ class MegatronSource:
         return False
 
     def head(self) -> torch.Tensor | None:
-        """A critic's value head [1, hidden]."""
         return self.reader.read(HEAD, (slice(0, 1), slice(0, self.arch.hidden))) if self.value_head else None
 
 

@@ -146,8 +146,9 @@ def read_metadata(path: Path) -> dict[str, Tensor]:
 
     try:
         found = FileSystemReader(str(path)).read_metadata()
-    except (OSError, pickle.UnpicklingError, EOFError) as error:
-        raise ModelError(f"{path / METADATA}: not readable as the metadata of a distributed checkpoint ({error})") from None
+    except Exception as error:  # unpickling damaged bytes may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{path / METADATA}: not readable as the metadata of a distributed checkpoint ({why})") from None
     out = {}
     for key, tensor in found.state_dict_metadata.items():
         if not hasattr(tensor, "chunks"):
