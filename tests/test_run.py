@@ -109,6 +109,8 @@ def test_what_a_run_leaves(straight):
     assert "value loss" in done.stdout and "sync time" in done.stdout
     assert list(output.glob("events.*")) or list(output.rglob("events.out*"))
     assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["step_000002", "step_000003"], "the last two are kept"
+    rows = read(output / "metrics.jsonl")
+    assert all(row["time/save_blocked_s"] > 0 for row in rows) and all(row["time/save_background_s"] > 0 for row in rows[1:])
     assert (output / "reward.png").stat().st_size > 5000
 
 
