@@ -77,6 +77,7 @@ def loop(ready: Ready, processes: Processes, metrics: Metrics, checkpoints: Save
             try:
                 with progress.phase("rollout"):
                     experience, texts = rollout(processes, ready, step)
+                checkpoints.poll()
                 with progress.phase("reward"):
                     experience, reward_metrics = reward_phase(experience, texts, ready.reward, config)
                 checkpoints.poll()
