@@ -20,6 +20,7 @@ from moerl.models.source import open_source
 from moerl.models.tensormap import assemble, copy_again
 from tests import train_jobs as jobs
 from tests.models import write_deepseek, write_qwen3_moe, write_random
+from tests.test_checkpoints import save
 from tests.test_families_dense import COMMON, TINY
 from tests.test_families_glm import WRITERS
 from tests.test_parity import LAYOUTS
@@ -78,12 +79,18 @@ class OnRanks:
     steps: int = 1
     options: dict = field(default_factory=dict)
 
-    def save(self, path: str) -> None:
+    def start_save(self, path: str) -> None:
         self.answers = self.ranks.run(self.layout, state_job, str(self.path), path, self.steps, self.options)
+
+    def written(self, wait: bool) -> float:
+        return 0.0
+
+    def finish_save(self) -> None:
+        pass
 
 
 def saved(tmp_path, path, **roles):
-    return checkpoints.save(tmp_path / "checkpoints", 3, roles, {}, 1, open_source(path))
+    return save(tmp_path / "checkpoints", 3, roles, {}, 1, open_source(path))
 
 
 def tensors_of(path) -> dict[str, torch.Tensor]:
@@ -234,7 +241,7 @@ def test_a_run_starts_from_a_converted_checkpoint(tmp_path):
         ours, theirs = tensors_of(processes.export(tmp_path / "untrained", str(start), "float32")), tensors_of(hf)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
         move(processes, planned.arch.vocab, 1)
-        step = checkpoints.save(tmp_path / "checkpoints", 1, processes.trained(), {}, 1, planned.start)
+        step = save(tmp_path / "checkpoints", 1, processes.trained(), {}, 1, planned.start)
         export = processes.export(tmp_path / "export", str(start), "float32")
     finally:
         processes.shutdown()

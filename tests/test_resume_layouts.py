@@ -39,7 +39,7 @@ def step_job(rank, layout, path, seed, load=None, save=None, then=None):
     arch = read_arch(path)
     router = {"bias_update_rate": 1e-2} if arch.expert_bias else None
     # Adam divides by the gradient's size: an eps far below it would let the last bits of a vanishing gradient decide.
-    options = jobs.OPTIMIZER | {"eps": 1e-5}
+    options = jobs.OPTIMIZER | {"eps": 1e-4}
     schedule = Schedule(2e-3, kind="linear", total=10)
     made = model.make(arch, layout, rank, torch.float32, optimizer=options, schedule=schedule, router=router)
     made.load_weights(path)

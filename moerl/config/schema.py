@@ -147,6 +147,7 @@ class TrainerConfig(Group):
     seed: int = 0
     checkpoint_every: int = Field(0, ge=0, description="0: only at the end")
     keep: int = Field(2, ge=1, description="complete checkpoints kept")
+    async_save: bool = Field(True, description="train on while a checkpoint's files are written, from a copy in host memory")
 
 
 class SFTTrainerConfig(TrainerConfig):

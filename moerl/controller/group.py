@@ -79,8 +79,18 @@ class Role:
         """All weights of this role by rank, prediction layers too."""
         return ray.get(self.shard_refs(prediction=True))
 
-    def save(self, path: str) -> None:
-        self.group.call("save", self.name, path)
+    def start_save(self, path: str) -> None:
+        """Begin to write a checkpoint. When the call returns the state is copied: the next update does not touch what is written."""
+        self.group.call("start_save", self.name, path)
+
+    def written(self, wait: bool = False) -> float | None:
+        """Seconds in which the slowest rank wrote its files, None while some are not written. A rank that could not is a RemoteError."""
+        seconds = self.group.call("written", self.name, wait)
+        return None if None in seconds else max(seconds)
+
+    def finish_save(self) -> None:
+        """Complete a checkpoint whose files are written."""
+        self.group.call("finish_save", self.name)
 
     def load(self, path: str) -> None:
         self.group.call("load", self.name, path)

@@ -169,6 +169,12 @@ def updates(config: RunConfig) -> int:
     return config.trainer.steps * config.algorithm.epochs * -(-samples // (config.algorithm.mini_batch or samples))
 
 
+def saver(plan: Plan, processes: Processes) -> checkpoints.Saver:
+    trainer = plan.config.trainer
+    root = Path(trainer.output) / "checkpoints"
+    return checkpoints.Saver(root, processes.trained(), plan.start, keep=trainer.keep, background=trainer.async_save)
+
+
 @contextmanager
 def recorded(plan: Plan, output: Path, command: list[str]):
     """`run.json` around a run: written at the start, closed with what became of it."""

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from moerl.config.schema import SFTConfig
-from moerl.controller import checkpoints
+from moerl.controller.checkpoints import Saver, load, read
 from moerl.controller.data import DataError, PromptStream, answers, load_prompts
-from moerl.controller.run import Plan, Processes, plan, prepare_output, recorded
+from moerl.controller.run import Processes, plan, prepare_output, recorded, saver
 from moerl.sample import Sample
 from moerl.track.display import Progress
 from moerl.track.metrics import Metrics
@@ -25,24 +25,25 @@ def sft(config: SFTConfig, *, resume: bool = False, command: list[str] = ()) -> 
     output = Path(config.trainer.output)
     found, done = prepare_output(config, resume), 0
     if found:
-        state = checkpoints.read(found, ["actor"])
+        state = read(found, ["actor"])
         stream.restore(state["data"])
         done = state["step"]
     with recorded(planned, output, list(command)):
         processes = Processes(planned)
         try:
             if found:
-                checkpoints.load(found, processes.trained())
+                load(found, processes.trained())
             with Metrics(output, config.track.tensorboard, resume_step=done if found else None) as metrics:
-                loop(planned, processes, stream, targets, metrics, done)
+                with saver(planned, processes) as checkpointer:
+                    loop(config, processes, stream, targets, metrics, checkpointer, done)
             return processes.export(output / "hf", config.model.path, config.model.dtype)
         finally:
             processes.shutdown()
 
 
-def loop(planned: Plan, processes: Processes, stream: PromptStream, targets: dict, metrics: Metrics, done: int) -> None:
+def loop(config: SFTConfig, processes: Processes, stream: PromptStream, targets: dict, metrics: Metrics, checkpoints: Saver,
+         done: int) -> None:
     """The steps after `done`."""
-    config: SFTConfig = planned.config
     actor, steps, every = processes.roles["actor"], config.trainer.steps, config.trainer.checkpoint_every
     with Progress(steps, enabled=config.track.progress) as progress:
         for step in range(done + 1, steps + 1):
@@ -53,10 +54,15 @@ def loop(planned: Plan, processes: Processes, stream: PromptStream, targets: dic
             tokens = sum(len(s.tokens) for s in samples)
             values = {"loss": numbers["sft_loss"], "grad_norm": numbers["grad_norm"], "lr": numbers["lr"]}
             values |= {"tokens_per_s": tokens / progress.times["update"]}
-            metrics.log(step, values)
-            if step == steps or (every and step % every == 0):
-                root = Path(config.trainer.output) / "checkpoints"
-                checkpoints.save(root, step, processes.trained(), {"data": stream.state()}, config.trainer.keep, planned.start)
+            checkpoints.poll()
+            try:
+                if step == steps or (every and step % every == 0):
+                    with progress.phase("checkpoint"):
+                        checkpoints.save(step, {"data": stream.state()})
+            finally:
+                metrics.log(step, values | checkpoints.times())  # before the manifest: what a resume goes on from has its line
+            if not checkpoints.background:
+                checkpoints.finish()
             progress.end(values)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from moerl.config.schema import TrainConfig
-from moerl.controller import checkpoints
+from moerl.controller.checkpoints import CheckpointError, Saver, latest, load, read, step_of
 from moerl.controller.data import PromptStream, load_prompts
 from moerl.controller.experience import Experience, pad, rows, token_mean
 from moerl.controller.placement import roles_of
-from moerl.controller.run import Plan, Processes, plan, prepare_output, recorded
+from moerl.controller.run import Plan, Processes, plan, prepare_output, recorded, saver
 from moerl.controller.schedule import mini_batches
 from moerl.models.checkpoint import fingerprint
 from moerl.rewards.load import load_reward
@@ -56,18 +56,19 @@ def train(config: TrainConfig, *, resume: bool = False, command: list[str] = ())
         processes = Processes(ready.plan)
         try:
             if found:
-                checkpoints.load(found, processes.trained())
+                load(found, processes.trained())
             with Metrics(output, config.track.tensorboard, resume_step=done if found else None) as metrics:
-                loop(ready, processes, metrics, output, done)
+                with saver(ready.plan, processes) as checkpointer:
+                    loop(ready, processes, metrics, checkpointer, done)
             return processes.export(output / "hf", config.model.path, config.model.dtype)
         finally:
             processes.shutdown()
 
 
-def loop(ready: Ready, processes: Processes, metrics: Metrics, output: Path, done: int) -> None:
+def loop(ready: Ready, processes: Processes, metrics: Metrics, checkpoints: Saver, done: int) -> None:
     """The steps after `done`."""
     config, actor = ready.config, processes.roles["actor"]
-    steps, every, saved = config.trainer.steps, config.trainer.checkpoint_every, done
+    steps, every = config.trainer.steps, config.trainer.checkpoint_every
     processes.rollout.sync(ready.plan.arch, done, actor.shard_refs())
     with Progress(steps, enabled=config.track.progress) as progress:
         for step in range(done + 1, steps + 1):
@@ -76,14 +77,15 @@ def loop(ready: Ready, processes: Processes, metrics: Metrics, output: Path, don
             try:
                 with progress.phase("rollout"):
                     experience, texts = rollout(processes, ready, step)
+                checkpoints.poll()
                 with progress.phase("reward"):
                     experience, reward_metrics = reward_phase(experience, texts, ready.reward, config)
+                checkpoints.poll()
                 with progress.phase("scores"):
                     score_phase(experience, processes, config)
             except (RewardError, RemoteError, KeyboardInterrupt):
                 # Until the update begins, what is trained is whole: keep it, with the prompts of this step unconsumed.
-                if done > saved:
-                    _rescue(ready, output, done, processes, position)
+                _rescue(ready, checkpoints, done, position)
                 raise
             with progress.phase("update"):
                 updates = update(experience, processes, config, step)
@@ -91,11 +93,14 @@ def loop(ready: Ready, processes: Processes, metrics: Metrics, output: Path, don
                 processes.rollout.sync(ready.plan.arch, step, actor.shard_refs())
             done = step
             values = summary(experience) | reward_metrics | updates | timing(progress.times, experience)
-            metrics.log(step, values)
-            if step == steps or (every and step % every == 0):
-                with progress.phase("checkpoint"):
-                    _save(ready, output, step, processes, ready.stream.state())
-                saved = step
+            try:
+                if step == steps or (every and step % every == 0):
+                    with progress.phase("checkpoint"):
+                        checkpoints.save(step, _driver(ready, ready.stream.state()))
+            finally:
+                metrics.log(step, values | checkpoints.times())  # before the manifest: what a resume goes on from has its line
+            if not checkpoints.background:
+                checkpoints.finish()
             progress.end(values)
 
 
@@ -201,23 +206,25 @@ def timing(times: dict[str, float], experience: Experience) -> dict[str, float]:
 def restore_driver(ready: Ready, path: Path) -> int:
     """Set the prompts to where the checkpoint left them and check that it belongs to this run. Returns its step."""
     roles = roles_of(ready.config)
-    state = checkpoints.read(path, [name for name in roles if name != "reference"])
+    state = read(path, [name for name in roles if name != "reference"])
     if "reference" in roles and state["reference"] != ready.reference:
-        raise checkpoints.CheckpointError(
+        raise CheckpointError(
             f"{path}: was trained against another reference than what is now in {ready.config.model.path} (its files changed)"
         )
     ready.stream.restore(state["data"])
     return state["step"]
 
 
-def _save(ready: Ready, output: Path, step: int, processes: Processes, position: dict) -> None:
-    driver = {"data": position, "reference": ready.reference}
-    checkpoints.save(output / "checkpoints", step, processes.trained(), driver, ready.config.trainer.keep, ready.plan.start)
+def _driver(ready: Ready, position: dict) -> dict:
+    return {"data": position, "reference": ready.reference}
 
 
-def _rescue(ready: Ready, output: Path, step: int, processes: Processes, position: dict) -> None:
-    """Save on the way out of an error, which stays the one to report: where ranks are gone, saving cannot work."""
-    try:
-        _save(ready, output, step, processes, position)
-    except RemoteError as error:
-        print(f"step {step} could not be saved: {str(error).splitlines()[0]}")
+def _rescue(ready: Ready, checkpoints: Saver, step: int, position: dict) -> None:
+    """Save step `step` on the way out of an error, which stays the one to report: where ranks are gone, saving cannot work."""
+    checkpoints.settle()
+    if step > step_of(latest(checkpoints.root)):
+        try:
+            checkpoints.save(step, _driver(ready, position))
+            checkpoints.finish()
+        except RemoteError as error:
+            print(f"step {step} could not be saved: {str(error).splitlines()[0]}")

@@ -33,6 +33,7 @@ class MegatronWorker:
     def __init__(self, rank: int, layout: ParallelLayout, device: str):
         self.rank, self.layout, self.device = rank, layout, device
         self.models: dict = {}
+        self.saves: dict = {}
         if device == "cpu":
             torch.set_num_threads(1)
 
@@ -104,10 +105,19 @@ class MegatronWorker:
         """
         return None, [(s.name, s.tensor.cpu(), s.parts, s.index) for s in self.models[role].owned_shards(prediction)]
 
-    def save(self, role: str, path: str) -> None:
+    def start_save(self, role: str, path: str) -> None:
+        """Copy the role's state; a thread writes it while other methods run. What an earlier save still writes is waited for."""
         from moerl.megatron import checkpoint
 
-        checkpoint.save(self.models[role], path)
+        if earlier := self.saves.pop(role, None):
+            earlier.thread.join()
+        self.saves[role] = checkpoint.start_save(self.models[role], path)
+
+    def written(self, role: str, wait: bool) -> float | None:
+        return self.saves[role].written(wait)
+
+    def finish_save(self, role: str) -> None:
+        self.saves[role].finish()
 
     def load(self, role: str, path: str) -> None:
         from moerl.megatron import checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 import random
 import re
@@ -16,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from moerl.megatron.model import Model
 from moerl.megatron.optimizer import init_states, restore
+from moerl.megatron.saving import Saving
 from moerl.models.dist_keys import canonical
 from moerl.models.tensormap import Param
 
@@ -72,17 +74,26 @@ def _state(model: Model, loading: bool) -> dict:
     return state
 
 
-def save(model: Model, path: str) -> None:
-    """Write weights, optimizer, update count and every rank's random state of one model into directory `path`. All ranks call it."""
+def start_save(model: Model, path: str) -> Saving:
+    """Begin to write weights, optimizer, update count and every rank's random state of one model into directory `path`.
+
+    All ranks call it. It returns when the state is copied, so that training may go on, and `Saving` tells the rest.
+    """
     if parallel_state.get_pipeline_model_parallel_rank() == 0:
         Path(path).mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     common = {"updates": model.updates, "layout": asdict(model.layout)}
-    # Megatron hands results over through a manager process, which serves asynchronous saves and takes seconds to start on every rank;
-    # this save is over when the call returns, so a queue in this process does.
+    # Megatron hands results over through a manager process, which takes seconds to start on every rank; the writer here is a thread.
     filesystem_async._results_queue = queue.SimpleQueue()
     state = _state(model, loading=False) | common | {"rng": _rng_object(_rng_state())}
-    dist_checkpointing.save(state, path, validate_access_integrity=True)
+    # Since 0.17 a package of another maker is the default for what is asynchronous.
+    own = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+    return Saving(dist_checkpointing.save(state, path, validate_access_integrity=True, async_sharded_save=True, **own))
+
+
+def save(model: Model, path: str) -> None:
+    """`start_save` and its end: the checkpoint is complete when the call returns. All ranks call it."""
+    start_save(model, path).finish()
 
 
 def load(model: Model, path: str) -> None:
