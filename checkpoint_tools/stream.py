@@ -97,7 +97,10 @@ def _work(number: int, directory: Path, files: list[OutFile], produce: Produce, 
         getattr(libc, "mallopt", lambda *_: 0)(option, value)
     import torch
 
+    from moerl.models.files import File
+
     torch.set_num_threads(1)
+    File.once = True
     writer = _Writer(directory, number, done)
     try:
         while True:

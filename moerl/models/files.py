@@ -24,7 +24,12 @@ ROWS_AT_ONCE = 2**24  # bytes of whole rows in memory while columns are cut out 
 
 
 class File:
-    """A file open for reading. A read past its end is a ModelError."""
+    """A file open for reading. A read past its end is a ModelError.
+
+    With `once` (of all files of a process) the kernel may forget what was read: a conversion would push everything else out of its cache.
+    """
+
+    once = False
 
     def __init__(self, path: Path):
         self.path = path
@@ -43,6 +48,8 @@ class File:
             if got == 0:
                 raise ModelError(f"{self.path}: ends at byte {start + done}, {len(view) - done} more were to be read")
             done += got
+        if self.once:
+            os.posix_fadvise(self.descriptor, start, done, os.POSIX_FADV_DONTNEED)
         return out
 
     def box(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], box: tuple[slice, ...],
