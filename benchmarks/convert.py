@@ -34,7 +34,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import convert_fp8  # noqa: E402
 import convert_models  # noqa: E402
 
 ONE = """
@@ -225,6 +224,12 @@ def machine() -> dict:
             "kernel": platform.release(), "load_1m": round(os.getloadavg()[0], 2)}
 
 
+def conditions() -> dict:
+    packages = {p: version(p) for p in ("torch", "safetensors")} | {"python": platform.python_version()}
+    return {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": " ".join(["python", *sys.argv]),
+            "machine": machine(), "versions": packages}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
@@ -241,12 +246,8 @@ def main() -> None:
     for name in [n for n, python in peers.items() if not python]:
         print(f"{name}: no interpreter given, left out")
         del peers[name]
-    packages = {p: version(p) for p in ("torch", "safetensors")} | {"python": platform.python_version()}
-    result = {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": " ".join(["python", *sys.argv]),
-              "machine": machine(), "versions": packages, "workers": given.workers, "models": {}}
-    if not given.work.is_dir():
-        given.work.mkdir(parents=True)
-    result["fp8"] = convert_fp8.measure(peers.get("megatron-bridge"))
+    result = conditions() | {"workers": given.workers, "models": {}}
+    given.work.mkdir(parents=True, exist_ok=True)
     for model in given.models:
         source = given.work / model
         if not source.is_dir():

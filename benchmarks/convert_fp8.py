@@ -1,17 +1,30 @@
-"""float8 blocks of 128 x 128 to bfloat16 on one thread: ours beside Megatron-Bridge's function, bit for bit, in one process."""
+"""float8 blocks of 128 x 128 to bfloat16 on one thread: ours beside Megatron-Bridge's function, bit for bit, in one process.
+
+    python benchmarks/convert_fp8.py OUT.json [--megatron-bridge PYTHON]
+
+PYTHON is the interpreter of an environment that has it; only the one file with its function is loaded. Both sides get the setting of malloc
+that the workers of a conversion have (freed memory is kept): fresh pages cost more than the arithmetic.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import importlib.util
+import json
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from moerl.models import fp8
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+from checkpoint_tools.stream import KEEP_FREED_MEMORY  # noqa: E402
+from moerl.models import fp8  # noqa: E402
 
 SHAPES = ((2048, 7168), (7168, 2048), (24576, 1536))  # an expert's two, and the attention's largest
 FUNCTION = "megatron/bridge/models/conversion/quantization_utils.py"
@@ -19,8 +32,9 @@ FUNCTION = "megatron/bridge/models/conversion/quantization_utils.py"
 
 def measure(python: str | None, runs: int = 5) -> dict:
     """Seconds for 10^9 float8 numbers by shape, ours and (of interpreter `python`'s environment) Megatron-Bridge's."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    for option, value in KEEP_FREED_MEMORY.items():
+        ctypes.CDLL(None).mallopt(option, value)
     peer = _function(python) if python else None
     out = {"equal": {}, "seconds_per_GB": {}}
     generator = torch.Generator().manual_seed(1)
@@ -43,7 +57,6 @@ def measure(python: str | None, runs: int = 5) -> dict:
             row = {"min": round(min(found), 3), "median": round(statistics.median(found), 3)}
             out["seconds_per_GB"].setdefault(side, {})[str(shape)] = row
             print(f"float8 {shape}: {side}: {row['min']} / {row['median']} s/GB", flush=True)
-    torch.set_num_threads(threads)
     return out
 
 
@@ -63,3 +76,13 @@ def _function(python: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+if __name__ == "__main__":
+    from convert import conditions
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--megatron-bridge", metavar="PYTHON")
+    given = parser.parse_args()
+    given.out.write_text(json.dumps(conditions() | measure(given.megatron_bridge), indent=1))

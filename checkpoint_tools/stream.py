@@ -23,7 +23,7 @@ from typing import Any
 
 WRITING = ".writing"
 PR_SET_PDEATHSIG = 1
-AHEAD = 2  # results that may wait for the disk in each worker
+AHEAD = 1  # results that may wait for the disk in each worker
 WRITE_BACK = 2**25  # bytes after which the kernel is told to begin with the disk, so that little is left to wait for at the end
 SYNC_FILE_RANGE_WRITE = 2
 KEEP_FREED_MEMORY = {-1: 2**31 - 1, -3: 2**30}  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD: fresh pages cost more than the copies
@@ -100,7 +100,10 @@ def _work(number: int, parent: int, directory: Path, files: list[OutFile], produ
         getattr(libc, "mallopt", lambda *_: 0)(option, value)
     import torch
 
+    from moerl.models.files import File
+
     torch.set_num_threads(1)
+    File.once = True
     writer = _Writer(directory, number, done)
     try:
         while True:

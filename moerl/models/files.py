@@ -27,8 +27,12 @@ ROWS_AT_ONCE = 2**24  # bytes of whole rows in memory while columns are cut out 
 
 
 class File:
-    """A file to read from, open while it is one of the last used. A read past its end is a ModelError."""
+    """A file to read from, open while it is one of the last used. A read past its end is a ModelError.
 
+    With `once` (of all files of a process) the kernel may forget what was read: a conversion would push everything else out of its cache.
+    """
+
+    once = False
     opened: dict[File, int] = {}  # descriptors, the last used last
 
     def __init__(self, path: Path):
@@ -58,6 +62,8 @@ class File:
             if got == 0:
                 raise ModelError(f"{self.path}: ends at byte {start + done}, {len(view) - done} more were to be read")
             done += got
+        if self.once:
+            os.posix_fadvise(descriptor, start, done, os.POSIX_FADV_DONTNEED)
 
     def box(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], box: tuple[slice, ...],
             out: torch.Tensor | None = None) -> torch.Tensor:
