@@ -7,6 +7,7 @@ import torch
 
 from moerl.models import fp8
 
+
 @pytest.fixture(params=["compiled", "torch"], autouse=True)
 def way(request, monkeypatch):
     """Both ways to the same bits."""
