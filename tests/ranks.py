@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import traceback
 
 TIMEOUT_S = 180
+THREADS = 400  # of a process, above which the pool is started anew
 
 
 def free_port() -> int:
@@ -57,8 +59,15 @@ class Ranks:
             process.start()
             self.workers.append((process, ours))
 
+    def _renew(self) -> None:
+        """Start afresh where a world too many left its threads: what trained a model keeps its process groups alive (its gradient hooks and
+        parameters refer to each other through C++), and a group's threads of gloo's wake up a hundred times a second."""
+        if any(len(os.listdir(f"/proc/{process.pid}/task")) > THREADS for process, _ in self.workers):
+            self.close()
+
     def run(self, layout, function, *args) -> list:
         """`function(rank, layout, *args)` on every rank of `layout`; the answers by rank. One failing rank fails the call."""
+        self._renew()
         self._grow(layout.world)
         master = f"127.0.0.1:{free_port()}"
         world = self.workers[: layout.world]
