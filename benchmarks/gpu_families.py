@@ -27,7 +27,7 @@ from moerl.models.tensormap import assemble, copy_again
 from moerl.sample import Sample
 from moerl.track.record import hardware, packages
 from tests import train_jobs as jobs
-from tests.models import add_prediction
+from tests.models import add_prediction, tensors_of
 from tests.ranks import Ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -172,10 +172,6 @@ def measure(name: str, path: Path, pool: Ranks, gpus: int, dtypes: list[str], na
                 }
             print(name, dtype, label, row[label], flush=True)
     return out
-
-
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:

@@ -19,6 +19,7 @@ from checkpoint_tools.stream import Progress, StreamError
 from moerl.models import torch_dist
 from moerl.models.arch import ModelError
 from moerl.models.checkpoint import INDEX
+from moerl.models.files import raw
 from moerl.models.source import HFSource, Source, open_source
 from moerl.models.tensormap import Box, copies_in, hf_shapes, shape_of
 
@@ -48,7 +49,7 @@ def compare(a: Path, b: Path, *, role: str = "actor", workers: int = 4) -> bool:
             for box in cut(param, param.shape, one.dtype(param).itemsize)]
     sizes = [prod(shape_of(box)) * one.dtype(one.params[name]).itemsize for name, box in jobs]
     differences, digests = {}, (hashlib.sha256(), hashlib.sha256())
-    progress, done = Progress(sys.stderr), 0
+    progress, done, total = Progress(sys.stderr), 0, sum(sizes)
     try:
         with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start, (one, two)) as pool:
             for (found, ours, theirs), size in zip(pool.map(_compare, jobs), sizes):
@@ -57,16 +58,16 @@ def compare(a: Path, b: Path, *, role: str = "actor", workers: int = 4) -> bool:
                 digests[0].update(ours)
                 digests[1].update(theirs)
                 done += size
-                progress([done], 0, sum(sizes))
+                progress([done], 0, total)
     except BrokenProcessPool:
         raise StreamError("a worker was killed, as a full memory does it; try with fewer --workers") from None
     same &= _others(one, two)
-    for source, path, digest in ((one, a, digests[0]), (two, b, digests[1])):
-        shapes = hf_shapes(source.params.values())
-        print(f"{path}: {len(shapes)} tensors, {sum(map(prod, shapes.values()))} elements, sha256 {digest.hexdigest()}")
+    shapes = hf_shapes(one.params.values())
+    for held, path, digest in ((shapes, a, digests[0]), (hf_shapes(two.params.values()), b, digests[1])):
+        print(f"{path}: {len(held)} tensors, {sum(map(prod, held.values()))} elements, sha256 {digest.hexdigest()}")
     for name, parts in list(differences.items())[:SHOWN]:
-        total = prod(hf_shapes(one.params.values())[name])
-        print(f"differs: {name}: {sum(p.count for p in parts)} of {total} elements, by at most {max(p.largest for p in parts):.6g}")
+        count, largest = sum(p.count for p in parts), max(p.largest for p in parts)
+        print(f"differs: {name}: {count} of {prod(shapes[name])} elements, by at most {largest:.6g}")
     if len(differences) > SHOWN:
         print(f"... and {len(differences) - SHOWN} more tensors")
     same = same and not differences
@@ -96,9 +97,9 @@ def _same_model(one: Source, two: Source, a: Path, b: Path) -> bool:
     apart = [f.name for f in fields(one.arch) if getattr(one.arch, f.name) != getattr(two.arch, f.name)]
     if apart := [name for name in apart if name not in ("mtp_layers", "context")]:
         raise ModelError(f"{a} and {b} are different models: {', '.join(apart)} differ")
-    same = True
-    for left, right, path in ((one, two, b), (two, one, a)):
-        missing = [n for n in hf_shapes(left.params.values()) if n not in hf_shapes(right.params.values())]
+    same, names = True, [hf_shapes(source.params.values()) for source in (one, two)]
+    for left, right, path in ((*names, b), (*names[::-1], a)):
+        missing = [name for name in left if name not in right]
         same &= not missing
         for name in missing[:SHOWN]:
             print(f"only in one: {name} is not in {path}")
@@ -149,7 +150,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(values: torch.Tensor) -> bytes:
-    return hashlib.sha256(values.contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
+    return hashlib.sha256(raw(values)).digest()
 
 
 if __name__ == "__main__":

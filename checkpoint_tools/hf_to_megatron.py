@@ -18,6 +18,7 @@ from moerl.models import torch_dist
 from moerl.models.arch import ModelError
 from moerl.models.checkpoint import identity
 from moerl.models.dist_keys import places
+from moerl.models.files import raw
 from moerl.models.source import HFSource, write_beside
 from moerl.models.tensormap import Box, Param, shape_of
 
@@ -31,15 +32,16 @@ def convert(hf: Path, out: Path, *, memory: int, workers: int, dtype: str | None
     `memory` in bytes is what all workers of this host may hold together. Dtypes stay; float8 blocks and MXFP4 are written as values in
     bfloat16; `dtype` casts. See `output.write` for `share` and for what happens to a run that was killed.
     """
-    source = HFSource(hf, getattr(torch, dtype) if dtype else torch.bfloat16)
-    tensors = Tensors(source, getattr(torch, dtype) if dtype else None)
+    cast = getattr(torch, dtype) if dtype else None
+    source = HFSource(hf, cast or torch.bfloat16)
+    tensors = Tensors(source, cast)
     files, written = lay_out(tensors)
 
     def produce(job: tuple) -> Iterator[tuple[int, list]]:
         name, box, start = job
         values, sizes = tensors.chunk(name, box)
         before, after = torch_dist.archive(values.dtype, sizes)
-        yield start, [before, values.contiguous().reshape(-1).view(torch.uint8).numpy(), after]
+        yield start, [before, raw(values), after]
 
     def finish(part: Path) -> None:
         write_beside(source, part)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint_tools.megatron_to_hf import MANIFEST
 from moerl.models import torch_dist
 from moerl.models.arch import ModelError
 from moerl.models.checkpoint import HFReader
@@ -16,8 +17,9 @@ from moerl.models.files import DTYPES
 
 def describe(path: Path, only: str = "", role: str = "") -> str:
     """The listing; `only` leaves tensors without it in their name out, `role` takes one model of a training checkpoint."""
-    if (path / "manifest.json").is_file() and "roles" in json.loads((path / "manifest.json").read_text()):
-        return _step(path, only, role)
+    manifest = json.loads((path / MANIFEST).read_text()) if (path / MANIFEST).is_file() else {}
+    if "roles" in manifest:
+        return _step(path, manifest, only, role)
     if torch_dist.is_torch_dist(path):
         return _megatron(path, only)
     reader = HFReader(path)
@@ -33,8 +35,7 @@ def describe(path: Path, only: str = "", role: str = "") -> str:
     return _table(head, rows, only)
 
 
-def _step(path: Path, only: str, role: str) -> str:
-    manifest = json.loads((path / "manifest.json").read_text())
+def _step(path: Path, manifest: dict, only: str, role: str) -> str:
     if role and role not in manifest["roles"]:
         raise ModelError(f"{path}: holds {', '.join(manifest['roles'])}, not {role}")
     gigabytes = sum(manifest["files"].values()) / 1e9

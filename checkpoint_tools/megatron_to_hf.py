@@ -18,8 +18,8 @@ from checkpoint_tools.output import write
 from checkpoint_tools.stream import OutFile
 from moerl.models import config_of, fp8, torch_dist
 from moerl.models.arch import ModelError
-from moerl.models.checkpoint import INDEX, SCALE, copy_side_files, identity, set_config
-from moerl.models.files import header
+from moerl.models.checkpoint import SCALE, copy_side_files, identity, set_config, shard_name, write_index
+from moerl.models.files import header, raw
 from moerl.models.source import HEAD, MegatronSource
 from moerl.models.tensormap import Param, copies_in, duplicates, shape_of
 
@@ -54,6 +54,10 @@ class Written:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
 
 def convert(ckpt: Path, out: Path, *, memory: int, workers: int, role: str = "actor", hf: Path | None = None, dtype: str | None = None,
             fp8_block: bool = False, share: tuple[int, int] = (0, 1)) -> Path:
@@ -77,8 +81,7 @@ def convert(ckpt: Path, out: Path, *, memory: int, workers: int, role: str = "ac
             fields |= {"architectures": [_classifier(part)], "num_labels": 1}
         set_config(part, **fields)
         if len(files) > 1:
-            total = sum(prod(t.shape) * t.dtype.itemsize for t in outputs.tensors.values())
-            (part / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": outputs.file_of}, indent=1))
+            write_index(part, outputs.file_of, sum(t.nbytes for t in outputs.tensors.values()))
 
     what = {"ckpt": identity(source.path), "hf": identity(source.config), "role": role, "dtype": dtype, "fp8": fp8_block}
     return write(out, files, outputs.produce, finish, what=what, memory=memory, workers=workers, share=share)
@@ -148,8 +151,7 @@ class Outputs:
             head = self.cast or self.source.reader.tensors[HEAD].dtype
             names = [*self._declare("score.weight", (1, self.source.arch.hidden), head), *self._declare("score.bias", (1,), head)]
             groups["score"] = (names, [(HEAD, None)])
-        return [(sum(prod(self.tensors[n].shape) * self.tensors[n].dtype.itemsize for n in names), names, jobs)
-                for names, jobs in groups.values()]
+        return [(sum(self.tensors[n].nbytes for n in names), names, jobs) for names, jobs in groups.values()]
 
     def _casts(self, param: Param) -> bool:
         return self.cast is not None and not in_float32(param, self.source.dtype(param))
@@ -165,7 +167,7 @@ class Outputs:
         yield name + SCALE
 
     def _file(self, i: int, count: int, names: list[str], jobs: list) -> OutFile:
-        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+        file = shard_name(i, count)
         names = sorted(names, key=lambda n: -self.tensors[n].dtype.itemsize)  # so that every tensor begins at a multiple of its item
         head, starts = header({n: (self.tensors[n].dtype, self.tensors[n].shape) for n in names})
         self.start |= starts
@@ -173,7 +175,7 @@ class Outputs:
         counts = [len(head)]
         for name, box in jobs:
             counts.append(sum(self._bytes(copy) for copy in copies_in(self.params[name], box)) if box else 0)
-        size = len(head) + sum(prod(self.tensors[n].shape) * self.tensors[n].dtype.itemsize for n in names)
+        size = len(head) + sum(self.tensors[n].nbytes for n in names)
         counts[-1] += size - sum(counts)
         return OutFile(file, size, (("", head), *jobs), tuple(counts))
 
@@ -186,10 +188,10 @@ class Outputs:
             yield 0, [box]
         elif name == HEAD and box is None:
             dtype = self.tensors["score.weight"].dtype
-            yield self.start["score.weight"], [_raw(self.source.head().to(dtype))]
-            yield self.start["score.bias"], [_raw(torch.zeros(1, dtype=dtype))]
+            yield self.start["score.weight"], [raw(self.source.head().to(dtype))]
+            yield self.start["score.bias"], [raw(torch.zeros(1, dtype=dtype))]
         elif box is None:
-            yield self.start[name], [_raw(self.kept[name])]
+            yield self.start[name], [raw(self.kept[name])]
         else:
             param = self.params[name]
             values = self.source.read(param, box)
@@ -209,17 +211,13 @@ class Outputs:
         for name in (piece.name, *self.copies.get(piece.name, ())):
             kind = self.tensors[name]
             if not self.quantized(name):
-                yield self.start[name] + first * kind.dtype.itemsize, [_raw(values.to(kind.dtype))]
+                yield self.start[name] + first * kind.dtype.itemsize, [raw(values.to(kind.dtype))]
                 continue
             columns = piece.shape[-1]
             numbers, scales = fp8.quantize(values.reshape(-1, columns))
-            yield self.start[name] + first, [_raw(numbers)]
+            yield self.start[name] + first, [raw(numbers)]
             row = first // columns // fp8.BLOCK[0]
-            yield self.start[name + SCALE] + row * scales.shape[1] * 4, [_raw(scales)]
-
-
-def _raw(values: torch.Tensor):
-    return values.contiguous().reshape(-1).view(torch.uint8).numpy()
+            yield self.start[name + SCALE] + row * scales.shape[1] * 4, [raw(scales)]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face checkpoint."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def write_qwen3_moe(path: Path, seed: int = 0, **changes) -> Path:
@@ -106,12 +117,12 @@ def write_deepseek(path: Path, version: int, seed: int = 0, mtp: bool = False, m
 def add_prediction(path: Path) -> None:
     """Give a checkpoint random prediction layers in a second file, with the model's embedding and head copied into them."""
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     from moerl.models import params_of, read_arch
     from moerl.models.tensormap import copy_again, hf_shapes
 
-    main = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    main = tensors_of(path)
     (path / "mtp.safetensors").unlink(missing_ok=True)
     arch = read_arch(path / "config.json")
     params = params_of(arch).values()

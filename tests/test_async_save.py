@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from moerl.track.metrics import read
 from tests import train_jobs as jobs
 from tests.models import write_deepseek
 from tests.test_parity import LAYOUTS
-from tests.test_run import CONFIG, ROOT, moerl
+from tests.test_run import REWARDS, make_home, moerl
 
 
 def contents(path: Path) -> dict[str, object]:
@@ -123,40 +121,28 @@ def test_a_file_that_cannot_be_written_is_named_and_no_rank_completes(ranks, tin
 # ---- whole runs
 
 
-REWARDS = '''
-import os, signal
-calls = {"n": 0}
-
-def digits(prompt, response, record):
-    return sum(c.isdigit() for c in response) / max(1, len(response))
-
+MORE_REWARDS = '''
 def killed_in_step_3(prompt, response, record):
     calls["n"] += 1
     if calls["n"] == 2 * 16 + 5:
         os.kill(os.getpid(), signal.SIGKILL)
-    return digits(prompt, response, record)
+    return dense(prompt, response, record)
 
 def no_room_in_step_2(prompt, response, record):
     """From here on a rank's files may not grow beyond 256 KiB."""
     import psutil
     calls["n"] += 1
     if calls["n"] == 16 + 5:
-        ranks = [p for p in psutil.process_iter(["cmdline"]) if "ray::MegatronWorker" in " ".join(p.info["cmdline"] or [])
-                  and os.getpid() in [a.pid for a in p.parents()]]
-        for rank in ranks:
+        for rank in megatron_ranks():
             rank.rlimit(psutil.RLIMIT_FSIZE, (2**18, 2**18))
-    return digits(prompt, response, record)
+    return dense(prompt, response, record)
 '''
 FAST = ("--set", "algorithm.name=grpo", "--set", "actor.layout={pp: 2}", "--set", "rollout.layout={tp: 1}", "--set", "trainer.steps=3")
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    path = tmp_path_factory.mktemp("async")
-    subprocess.run([sys.executable, "-m", "moerl.demo_model", "--out", str(path / "start")], check=True, cwd=ROOT, capture_output=True)
-    (path / "rewards.py").write_text(REWARDS)
-    (path / "config.yaml").write_text(CONFIG.replace("PATH", str(path)).replace("dense", "digits"))
-    return path
+    return make_home(tmp_path_factory.mktemp("async"), REWARDS + MORE_REWARDS)
 
 
 def complete(home: Path, output: str) -> list[str]:

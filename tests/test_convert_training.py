@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from checkpoint_tools import hf_to_megatron, megatron_to_hf
 from moerl.controller import checkpoints
@@ -19,7 +18,7 @@ from moerl.models.checkpoint import side_files, write_hf
 from moerl.models.source import open_source
 from moerl.models.tensormap import assemble, copy_again
 from tests import train_jobs as jobs
-from tests.models import write_deepseek, write_qwen3_moe, write_random
+from tests.models import tensors_of, write_deepseek, write_qwen3_moe, write_random
 from tests.test_checkpoints import save
 from tests.test_families_dense import COMMON, TINY
 from tests.test_families_glm import WRITERS
@@ -91,10 +90,6 @@ class OnRanks:
 
 def saved(tmp_path, path, **roles):
     return save(tmp_path / "checkpoints", 3, roles, {}, 1, open_source(path))
-
-
-def tensors_of(path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def in_process(path, role: OnRanks, out):
@@ -238,11 +233,11 @@ def test_a_run_starts_from_a_converted_checkpoint(tmp_path):
     try:
         processes.rollout.sync(planned.arch, 0, processes.roles["actor"].shard_refs())
         assert_same_logprobs(processes, processes.roles["actor"])
-        ours, theirs = tensors_of(processes.export(tmp_path / "untrained", str(start), "float32")), tensors_of(hf)
+        ours, theirs = tensors_of(processes.export(tmp_path / "untrained", "float32")), tensors_of(hf)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
         move(processes, planned.arch.vocab, 1)
         step = save(tmp_path / "checkpoints", 1, processes.trained(), {}, 1, planned.start)
-        export = processes.export(tmp_path / "export", str(start), "float32")
+        export = processes.export(tmp_path / "export", "float32")
     finally:
         processes.shutdown()
     assert_same_checkpoint(megatron_to_hf.convert(step, tmp_path / "out", **BUDGET), export)

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from moerl.models import FAMILIES, config_of, params_of, read_arch
 from moerl.models.arch import ModelError
@@ -18,7 +18,7 @@ from moerl.models.checkpoint import HFReader, write_hf
 from moerl.models.tensormap import Assembler, Copy, Piece, copy_again, duplicates, hf_shapes
 from moerl.reshard.receiver import checkpoint_header
 from tests import train_jobs as jobs
-from tests.models import write_deepseek
+from tests.models import tensors_of, write_deepseek
 from tests.test_parity import LAYOUTS, export_job, logits_job
 
 LITE = dict(q_lora_rank=None, n_group=1, topk_group=1)
@@ -87,10 +87,6 @@ def test_logits_and_round_trip(ranks, tiny, kind, name):
     found = copy_again(whole.params.values(), whole.finish(), stored)
     assert set(stored) == set(found)
     assert all(torch.equal(stored[n], tensor) and stored[n].dtype == tensor.dtype for n, tensor in found.items())
-
-
-def tensors_of(path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("kind", ["v3", "v2", "moonlight"])

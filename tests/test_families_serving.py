@@ -172,7 +172,7 @@ def test_a_run_starts_from_fused_experts(tmp_path):
             processes.rollout.generate(PROMPTS, **SAMPLING)
         processes.rollout.sync(planned.arch, 0, processes.roles["actor"].shard_refs())
         assert_same_logprobs(processes, processes.roles["actor"])
-        export = processes.export(tmp_path / "export", str(start), "float32")
+        export = processes.export(tmp_path / "export", "float32")
     finally:
         processes.shutdown()
     assert HFReader(export).as_exported(params_of(planned.arch), {}) and not planned.as_exported

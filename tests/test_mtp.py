@@ -15,7 +15,7 @@ from moerl.models.arch import ModelError
 from moerl.models.checkpoint import HFReader
 from moerl.models.tensormap import assemble, copy_again, duplicates, hf_shapes
 from tests import train_jobs as jobs
-from tests.models import write_deepseek
+from tests.models import tensors_of, write_deepseek
 from tests.models import write_random as write
 from tests.test_families_deepseek import V3
 from tests.test_families_glm import glm4_moe
@@ -40,10 +40,6 @@ def tiny(tmp_path_factory):
         return made[kind]
 
     return get
-
-
-def tensors_of(path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 # ---- the meaning

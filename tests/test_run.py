@@ -38,12 +38,15 @@ def fails_on_one(prompt, response, record):
         raise KeyError("answer key of the user")
     return dense(prompt, response, record)
 
-def kills_a_rank_in_step_3(prompt, response, record):
+def megatron_ranks():
     import psutil
+    return [p for p in psutil.process_iter(["cmdline"]) if "ray::MegatronWorker" in " ".join(p.info["cmdline"] or [])
+            and os.getpid() in [a.pid for a in p.parents()]]
+
+def kills_a_rank_in_step_3(prompt, response, record):
     calls["n"] += 1
     if calls["n"] == 41:
-        ranks = [p for p in psutil.process_iter(["cmdline"]) if "ray::MegatronWorker" in " ".join(p.info["cmdline"] or [])
-                 and os.getpid() in [a.pid for a in p.parents()]]
+        ranks = megatron_ranks()
         open(os.path.join(os.path.dirname(__file__), "killed.pid"), "w").write(str(ranks[1].pid))
         ranks[1].send_signal(signal.SIGKILL)
     return dense(prompt, response, record)
@@ -64,9 +67,13 @@ cluster: {device: cpu}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    path = tmp_path_factory.mktemp("run")
+    return make_home(tmp_path_factory.mktemp("run"))
+
+
+def make_home(path: Path, rewards: str = REWARDS) -> Path:
+    """A start model, reward functions and a configuration."""
     subprocess.run([sys.executable, "-m", "moerl.demo_model", "--out", str(path / "start")], check=True, cwd=ROOT, capture_output=True)
-    (path / "rewards.py").write_text(REWARDS)
+    (path / "rewards.py").write_text(rewards)
     (path / "config.yaml").write_text(CONFIG.replace("PATH", str(path)))
     return path
 

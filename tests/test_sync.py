@@ -72,7 +72,7 @@ def test_running_engine_equals_a_fresh_one_sync_after_sync(start, tmp_path):
             move(processes, planned.arch.vocab, version)
             processes.rollout.sync(planned.arch, version, actor.shard_refs())
             seen[version] = observed(processes.rollout.generate), ray.get(engine.digests.remote())
-            exported[version] = processes.export(tmp_path / f"v{version}", str(start), "float32")
+            exported[version] = processes.export(tmp_path / f"v{version}", "float32")
             assert_same_logprobs(processes, actor)
         assert seen[1] != seen[2]
         processes.rollout.sync(planned.arch, 3, actor.shard_refs())

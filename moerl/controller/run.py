@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from moerl.config.load import dump
@@ -32,7 +33,11 @@ class Plan:
     placement: Placement
     tokenizer: object
     start: Source  # the checkpoint at model.path
-    as_exported: bool  # the start checkpoint has the form of an exported one, which is the form that an engine takes
+
+    @cached_property
+    def as_exported(self) -> bool:
+        """Whether the start checkpoint has the form of an exported one, which is the form that an engine takes."""
+        return self.start.as_exported()
 
     def describe(self) -> str:
         return f"{dump(self.config)}\n# placement\n{self.placement.describe()}"
@@ -50,7 +55,7 @@ def plan(config: RunConfig) -> Plan:
     start = open_source(config.model.path)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     check_tokenizer(tokenizer, arch, config.model.path)
-    return Plan(config, arch, placement, tokenizer, start, start.as_exported())
+    return Plan(config, arch, placement, tokenizer, start)
 
 
 def prepare_output(config: RunConfig, resume: bool) -> Path | None:
@@ -75,7 +80,7 @@ class Processes:
     """The processes of a run and the models in them; the constructor returns when all is ready."""
 
     def __init__(self, plan: Plan):
-        self.arch, self.roles = plan.arch, {}
+        self.arch, self.start, self.roles = plan.arch, plan.start, {}
         self.cluster = Cluster(plan.placement, plan.config.cluster.address, plan.config.cluster.start_timeout_s)
         try:
             self._start(plan)
@@ -122,11 +127,11 @@ class Processes:
     def trained(self) -> dict[str, Role]:
         return {name: role for name, role in self.roles.items() if name != "reference"}
 
-    def export(self, path: Path, side_files: str, dtype: str) -> Path:
-        """Write the actor as a Hugging Face checkpoint."""
-        params, start = params_of(self.arch), open_source(side_files)
+    def export(self, path: Path, dtype: str) -> Path:
+        """Write the actor as a Hugging Face checkpoint, with what else the start checkpoint has."""
+        params, start = params_of(self.arch), self.start
         tensors = copy_again(params.values(), assemble(params, self.roles["actor"].shards()), start.copies)
-        return write_hf(path, tensors | start.kept(), side_files, dtype=dtype, fields=config_of(self.arch))
+        return write_hf(path, tensors | start.kept(), start.config, dtype=dtype, fields=config_of(self.arch))
 
     def shutdown(self) -> None:
         if getattr(self, "rollout", None):

@@ -36,7 +36,7 @@ def sft(config: SFTConfig, *, resume: bool = False, command: list[str] = ()) -> 
             with Metrics(output, config.track.tensorboard, resume_step=done if found else None) as metrics:
                 with saver(planned, processes) as checkpointer:
                     loop(config, processes, stream, targets, metrics, checkpointer, done)
-            return processes.export(output / "hf", config.model.path, config.model.dtype)
+            return processes.export(output / "hf", config.model.dtype)
         finally:
             processes.shutdown()
 

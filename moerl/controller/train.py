@@ -60,7 +60,7 @@ def train(config: TrainConfig, *, resume: bool = False, command: list[str] = ())
             with Metrics(output, config.track.tensorboard, resume_step=done if found else None) as metrics:
                 with saver(ready.plan, processes) as checkpointer:
                     loop(ready, processes, metrics, checkpointer, done)
-            return processes.export(output / "hf", config.model.path, config.model.dtype)
+            return processes.export(output / "hf", config.model.dtype)
         finally:
             processes.shutdown()
 

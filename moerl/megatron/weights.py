@@ -12,16 +12,13 @@ from torch import Tensor
 
 from moerl.layout import ParallelLayout
 from moerl.models.arch import Arch, ModelError
-from moerl.models.dist_keys import UNFUSED
+from moerl.models.dist_keys import in_layer
 from moerl.models.placement import part
-from moerl.models.source import open_source
+from moerl.models.source import HEAD, open_source
 from moerl.models.tensormap import Param
 
-LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
-PREDICTION = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)$")  # the latter since Megatron-core 0.17
 EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
 GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc\d)\.(weight|bias)(\d+)$")
-VALUE_HEAD = "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -37,13 +34,12 @@ class Shard:
 
 def _global_name(local: str, layers: range, first_expert: int) -> str:
     """Megatron's local parameter name with the model's own layer and expert numbers."""
-    if match := LAYER.match(local):
-        owner = f"decoder.layers.{layers[int(match[1])]}"
-    elif match := PREDICTION.match(local):
-        owner = f"mtp.layers.{match[1]}.transformer_layer"
-    else:
+    found = in_layer(local)
+    if found is None:
         return local
-    rest = UNFUSED.get(match[2], match[2])
+    owner, rest = found
+    if owner.startswith("decoder."):
+        owner = f"decoder.layers.{layers[int(owner.rpartition('.')[2])]}"
     if expert := EXPERT.match(rest):
         rest = f"mlp.experts.{first_expert + int(expert[1])}.{expert[2]}"
     elif expert := GROUPED_EXPERT.match(rest):
@@ -69,7 +65,7 @@ def shards(chunks: list[GPTModel], arch: Arch, layout: ParallelLayout, rank: int
         layers = layout.stage_layers(arch.layers, at.pp, vp)
         for local, tensor in _tensors(chunk):
             name = _global_name(local, layers, first_expert)
-            if value_head and name == VALUE_HEAD:
+            if value_head and name == HEAD:
                 continue
             if name not in params:
                 raise ModelError(f"{arch.family}: Megatron tensor {name} {tuple(tensor.shape)} is not in the tensor map")

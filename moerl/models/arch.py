@@ -11,6 +11,13 @@ class ModelError(ValueError):
     """A checkpoint or model configuration that cannot be used; the message is one line a file or tensor."""
 
 
+def refuse(what: str, lines: list[str]) -> None:
+    """Raise ModelError with the first lines under `what`, if there are any."""
+    if lines:
+        more = [f"... and {len(lines) - 10} more"] if len(lines) > 10 else []
+        raise ModelError("\n".join([what, *lines[:10], *more]))
+
+
 @dataclass(frozen=True)
 class Latent:
     """Multi-head latent attention: ranks of the query (None: not compressed) and key/value latents, widths of one head's parts.

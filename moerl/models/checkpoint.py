@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from moerl.models.arch import ModelError
-from moerl.models.files import DTYPES, SafetensorsFile, Stored
+from moerl.models.arch import ModelError, refuse
+from moerl.models.files import DTYPES, SafetensorsFile, Stored, spans
 from moerl.models.fp8 import dequantize
 from moerl.models.mxfp4 import BLOCKS, SCALES, Mxfp4
 from moerl.models.tensormap import Copy, Param, duplicates, hf_shapes, partly_used, spelled
@@ -38,10 +38,8 @@ class BlockScaled:
         return self.weight.get_shape()
 
     def __getitem__(self, index) -> torch.Tensor:
-        index = index if isinstance(index, tuple) else (index,)
-        spans = [range(n)[i] for n, i in zip(self.get_shape(), (*index, slice(None), slice(None)))]
-        box = self.weight[tuple(slice(s.start, s.stop) for s in spans)]
-        return dequantize(box, self.scale, self.block, corner=(spans[0].start, spans[1].start), dtype=self.dtype)
+        box = spans(self.get_shape(), index)
+        return dequantize(self.weight[box], self.scale, self.block, corner=(box[0].start, box[1].start), dtype=self.dtype)
 
 
 class HFReader:
@@ -186,9 +184,7 @@ class HFReader:
         return [(name, file) for file in files for name in self._handle(file, self._open).keys() if self.files.get(name) != file]
 
     def _refuse(self, lines: list[str]) -> None:
-        if lines:
-            more = f"\n... and {len(lines) - 10} more" if len(lines) > 10 else ""
-            raise ModelError(f"{self.path}: the checkpoint does not fit its config.json\n" + "\n".join(lines[:10]) + more)
+        refuse(f"{self.path}: the checkpoint does not fit its config.json", lines)
 
     def frequencies(self) -> dict[str, torch.Tensor]:
         """The rotary frequencies that the checkpoint has, as they are."""
@@ -273,6 +269,16 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def shard_name(i: int, count: int) -> str:
+    """Name of file `i` of `count` of a checkpoint."""
+    return f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+
+
+def write_index(path: Path, file_of: Mapping[str, str], total: int) -> None:
+    """Write which file of a checkpoint has which tensor; `total` is the bytes of all tensors."""
+    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=1))
+
+
 def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], source: str | Path, *, max_shard_bytes: int = 5 * 10**9,
              dtype: str | None = None, fields: Mapping[str, object] | None = None) -> Path:
     """Write a Hugging Face checkpoint: shards, index, and config, tokenizer and chat template copied from directory `source`.
@@ -295,12 +301,11 @@ def write_hf(out: str | Path, tensors: Mapping[str, torch.Tensor], source: str |
         size += tensor.nbytes
     weight_map = {}
     for i, shard in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        file = shard_name(i, len(shards))
         save_file(shard, part / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file))
     if len(shards) > 1:
-        total = sum(t.nbytes for t in tensors.values())
-        (part / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+        write_index(part, weight_map, sum(t.nbytes for t in tensors.values()))
     copy_side_files(source, part)
     if dtype:
         set_config(part, dtype=dtype, **(fields or {}))

@@ -7,6 +7,7 @@ projection behind it. Checkpoints here always have the names of Transformer Engi
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
@@ -53,29 +54,25 @@ class Place:
 
 def places(params: Mapping[str, Param]) -> dict[str, Place]:
     """The place of every parameter; a tied head's is the table of the first stage."""
-    experts: dict[str, int] = {}
-    for name, param in params.items():
-        if param.expert is not None:
-            key = EXPERT.sub(r"\1.experts.\3", name)
-            experts[key] = max(experts.get(key, 0), param.expert + 1)
+    keys = {name: TABLE if p.tied else canonical(EXPERT.sub(r"\1.experts.\3", name), params) for name, p in params.items()}
+    experts = Counter(keys.values())
     out = {}
     for name, param in params.items():
-        shape = param.local_shape(1)
-        if param.tied:
-            out[name] = Place(TABLE, shape)
-        elif param.expert is None:
-            out[name] = Place(canonical(name, params), shape)
-        else:
-            key = EXPERT.sub(r"\1.experts.\3", name)
-            out[name] = Place(key, (experts[key], *shape), param.expert)
+        key, shape = keys[name], param.local_shape(1)
+        out[name] = Place(key, shape) if param.expert is None else Place(key, (experts[key], *shape), param.expert)
     return out
+
+
+def in_layer(name: str) -> tuple[str, str] | None:
+    """The layer of a module's tensor, and its name in there with norms on their own; None for what is in no layer."""
+    match = LAYER.match(PREDICTION.sub(r"\1.transformer_layer.", name))
+    return match and (match[1], UNFUSED.get(match[2], match[2]))
 
 
 def canonical(key: str, params: Container[str]) -> str:
     """The name in checkpoints of what a module, with or without Transformer Engine, calls `key`; `params` are the map's names."""
-    key = PREDICTION.sub(r"\1.transformer_layer.", key)
-    if match := LAYER.match(key):
-        norm = UNFUSED.get(match[2], match[2])
+    if found := in_layer(key):
+        layer, norm = found
         fused, holder = FUSED.get(norm, (norm, ""))
-        return f"{match[1]}.{fused if f'{match[1]}.{holder}' in params else norm}"
+        return f"{layer}.{fused if f'{layer}.{holder}' in params else norm}"
     return key

@@ -11,19 +11,30 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
+from safetensors.torch import _TYPES
 
 from moerl.models.arch import ModelError
+from moerl.models.tensormap import Box
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
-    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES = _TYPES | {"F8_E8M0": torch.float8_e8m0fnu}
+DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}  # what may be written
 SHORTEST_RUN = 512  # bytes; where a box's runs of elements are shorter, whole rows are read and cut
 OPEN_FILES = 64  # a checkpoint may have thousands of files, a process may often have 1024 open
 ROWS_AT_ONCE = 2**24  # bytes of whole rows in memory while columns are cut out of them
+
+
+def raw(values: torch.Tensor) -> np.ndarray:
+    """The elements' bytes in their order, without a copy where they lie so in this host's memory."""
+    return values.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+
+
+def spans(shape: list[int], index) -> Box:
+    """Slices from first to last element for an index of slices, of which there may be fewer than dimensions."""
+    index = index if isinstance(index, tuple) else (index,)
+    ranges = [range(n)[i] for n, i in zip(shape, (*index, *[slice(None)] * len(shape)))]
+    return tuple(slice(r.start, r.stop) for r in ranges)
 
 
 class File:
@@ -65,8 +76,7 @@ class File:
         if self.once:
             os.posix_fadvise(descriptor, start, done, os.POSIX_FADV_DONTNEED)
 
-    def box(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], box: tuple[slice, ...],
-            out: torch.Tensor | None = None) -> torch.Tensor:
+    def box(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
         """Elements `box` of an array [shape] whose elements begin at byte `start`, in the tensor `out` if there is one."""
         sizes = [b.stop - b.start for b in box]
         out = torch.empty(sizes, dtype=dtype) if out is None else out
@@ -74,7 +84,7 @@ class File:
         cut = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
         run = prod(sizes[cut:]) * dtype.itemsize
         if out.is_contiguous() and (prod(sizes[:cut]) <= 1 or run >= SHORTEST_RUN):
-            view = memoryview(out.view(-1).view(torch.uint8).numpy())
+            view = memoryview(raw(out))
             tail = sum(b.start * prod(shape[d + 1 :]) for d, b in enumerate(box) if d >= cut)
             for i, index in enumerate(product(*(range(b.start, b.stop) for b in box[:cut]))):
                 first = tail + sum(k * prod(shape[d + 1 :]) for d, k in enumerate(index))
@@ -85,7 +95,7 @@ class File:
         for low in range(0, sizes[0], step):
             high = min(low + step, sizes[0])
             rows = torch.empty(high - low, *shape[1:], dtype=dtype)
-            self.fill(memoryview(rows.view(-1).view(torch.uint8).numpy()), start + (box[0].start + low) * row * dtype.itemsize)
+            self.fill(memoryview(raw(rows)), start + (box[0].start + low) * row * dtype.itemsize)
             out[low:high] = rows[(slice(None), *box[1:])]
         return out
 
@@ -106,10 +116,7 @@ class Stored:
         return self.read(index)
 
     def read(self, index, out: torch.Tensor | None = None) -> torch.Tensor:
-        index = index if isinstance(index, tuple) else (index,)
-        spans = [range(n)[i] for n, i in zip(self.shape, (*index, *[slice(None)] * len(self.shape)))]
-        box = tuple(slice(s.start, s.stop) for s in spans)
-        return self.file.box(self.start, DTYPES[self.dtype], tuple(self.shape), box, out)
+        return self.file.box(self.start, DTYPES[self.dtype], tuple(self.shape), spans(self.shape, index), out)
 
 
 class SafetensorsFile:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from moerl.models import config_of, params_of, read_arch, torch_dist
-from moerl.models.arch import Arch, ModelError
+from moerl.models.arch import Arch, ModelError, refuse
 from moerl.models.checkpoint import HFReader, copy_side_files
 from moerl.models.dist_keys import places
 from moerl.models.files import SafetensorsFile
@@ -135,9 +135,7 @@ class MegatronSource:
         for key, (shape, param) in wanted.items():
             if key in tensors and not _fits(tensors[key].shape, shape, param):
                 lines.append(f"tensor {key} has shape {tensors[key].shape}, expected {shape}")
-        if lines:
-            more = f"\n... and {len(lines) - 10} more" if len(lines) > 10 else ""
-            raise ModelError(f"{self.path}: does not fit {self.config / 'config.json'}\n" + "\n".join(lines[:10]) + more)
+        refuse(f"{self.path}: does not fit {self.config / 'config.json'}", lines)
         self.reader.check()
 
     def dtype(self, param: Param) -> torch.dtype:

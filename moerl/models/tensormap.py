@@ -25,6 +25,15 @@ def shape_of(box: Box) -> tuple[int, ...]:
     return tuple(b.stop - b.start for b in box)
 
 
+def overlap(box: Box, corner: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Box, Box] | None:
+    """What `box` and the box of `sizes` at `corner` share: counted from that corner, and from the corner of `box`. None if nothing."""
+    common = [(max(b.start, c), min(b.stop, c + n)) for b, c, n in zip(box, corner, sizes)]
+    if any(low >= high for low, high in common):
+        return None
+    inside = tuple(slice(low - c, high - c) for (low, high), c in zip(common, corner))
+    return inside, tuple(slice(low - b.start, high - b.start) for (low, high), b in zip(common, box))
+
+
 @dataclass(frozen=True)
 class Piece:
     """A box of one Hugging Face tensor inside a parameter.
@@ -125,14 +134,8 @@ def copies(param: Param, parts: int, index: int) -> list[Copy]:
 
 def copies_in(param: Param, box: Box) -> list[Copy]:
     """What the elements `box` of the parameter's logical array are made of; targets count from the box's corner."""
-    out = []
-    for piece in param.pieces:
-        common = [(max(b.start, s), min(b.stop, s + n)) for b, s, n in zip(box, piece.start, piece.view)]
-        if all(low < high for low, high in common):
-            source = tuple(slice(low - s, high - s) for (low, high), s in zip(common, piece.start))
-            target = tuple(slice(low - b.start, high - b.start) for (low, high), b in zip(common, box))
-            out.append(Copy(piece, source, target))
-    return out
+    shared = [(piece, overlap(box, piece.start, piece.view)) for piece in param.pieces]
+    return [Copy(piece, *found) for piece, found in shared if found]
 
 
 def hf_shapes(params: Iterable[Param]) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import torch
 
 from moerl.models.arch import ModelError
 from moerl.models.files import File
+from moerl.models.tensormap import Box, overlap
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -83,6 +85,7 @@ class _Pickler(pickle.Pickler):
         return None
 
 
+@cache
 def archive(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """What stands before and after the elements of a contiguous tensor in the archive that `torch.load` reads.
 
@@ -182,16 +185,14 @@ class Reader:
                 state = "missing" if size is None else f"{size} bytes long"
                 raise ModelError(f"{self.path / file}: {state}, its tensors end at byte {end}")
 
-    def read(self, key: str, box: tuple[slice, ...]) -> torch.Tensor:
+    def read(self, key: str, box: Box) -> torch.Tensor:
         """The elements `box` of tensor `key`; ModelError where chunks do not cover them."""
         tensor = self.tensors[key]
         out = torch.empty([b.stop - b.start for b in box], dtype=tensor.dtype)
         filled = 0
         for chunk in tensor.chunks:
-            common = [(max(b.start, c), min(b.stop, c + n)) for b, c, n in zip(box, chunk.corner, chunk.sizes)]
-            if all(low < high for low, high in common):
-                inside = tuple(slice(low - c, high - c) for (low, high), c in zip(common, chunk.corner))
-                target = tuple(slice(low - b.start, high - b.start) for (low, high), b in zip(common, box))
+            if found := overlap(box, chunk.corner, chunk.sizes):
+                inside, target = found
                 start = chunk.start + self._elements(chunk, tensor.dtype)
                 filled += self._file(chunk.file).box(start, tensor.dtype, chunk.sizes, inside, out[target]).numel()
         if filled != out.numel():

@@ -7,7 +7,6 @@ Its workers are spawned processes, so a script that builds one needs an `if __na
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moerl.models import params_of, read_arch
+from moerl.models.files import DTYPE_NAMES, header, raw
 from moerl.models.tensormap import hf_shapes
 from moerl.reshard.receiver import Header, checkpoint_header, layer_order
 
@@ -62,30 +62,20 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
     Raises ValueError for a dtype the format lacks, and OSError naming both sizes when the file would not fit.
     """
-    import torch
-    from safetensors.torch import _TYPES
-    dtype_names = {dtype: name for name, dtype in _TYPES.items()}
     names = sorted(tensors, key=layer_order)
-    header, end = {}, 0
     for name in names:
-        tensor = tensors[name]
-        if tensor.dtype not in dtype_names:
-            raise ValueError(f"tensor {name} has dtype {tensor.dtype}, which safetensors cannot hold")
-        header[name] = {
-            "dtype": dtype_names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end := end + tensor.numel() * tensor.element_size()],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+        if tensors[name].dtype not in DTYPE_NAMES:
+            raise ValueError(f"tensor {name} has dtype {tensors[name].dtype}, which safetensors cannot hold")
+    head, _ = header({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names})
+    need = len(head) + sum(tensor.nbytes for tensor in tensors.values())
     free = shutil.disk_usage(path.parent).free
-    if len(text) + end > free:
-        sizes = f"{(len(text) + end) / 2**30:.2f} GiB in {path.parent}, which has {free / 2**30:.2f} GiB free"
+    if need > free:
+        sizes = f"{need / 2**30:.2f} GiB in {path.parent}, which has {free / 2**30:.2f} GiB free"
         raise OSError(f"weights need {sizes}: enlarge it (in a container: --shm-size)")
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(head)
         for name in names:
-            file.write(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+            file.write(raw(tensors[name]))
 
 
 def unservable(arch: Arch) -> str:
