@@ -122,10 +122,17 @@ def test_a_file_that_cannot_be_written_is_named_and_no_rank_completes(ranks, tin
 
 
 MORE_REWARDS = '''
-def killed_in_step_3(prompt, response, record):
-    calls["n"] += 1
-    if calls["n"] == 2 * 16 + 5:
+def killed_in_save_2(prompt, response, record):
+    """The run is killed as soon as the directory of step 2's checkpoint is there, whose files and manifest come later."""
+    import pathlib, threading, time
+    begun = pathlib.Path(__file__).parent / "killed" / "checkpoints" / "step_000002"
+    def watch():
+        while not begun.exists():
+            time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
+    calls["n"] += 1
+    if calls["n"] == 16 + 5:
+        threading.Thread(target=watch, daemon=True).start()
     return dense(prompt, response, record)
 
 def no_room_in_step_2(prompt, response, record):
@@ -153,7 +160,7 @@ def complete(home: Path, output: str) -> list[str]:
 def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(home):
     """Killed while step 2 had no manifest yet: step 1 is the latest. Without `async_save` the loop waits for all of a save."""
     output = ("--set", f"trainer.output={home}/killed")
-    killed = moerl(home, *FAST, *output, "--set", f"reward.function={home}/rewards.py:killed_in_step_3")
+    killed = moerl(home, *FAST, *output, "--set", f"reward.function={home}/rewards.py:killed_in_save_2")
     assert killed.returncode == -9
     assert complete(home, "killed") == ["step_000001"] and (home / "killed" / "checkpoints" / "step_000002").is_dir()
     resumed = moerl(home, *FAST, *output, "--set", "trainer.async_save=false", "--resume")
