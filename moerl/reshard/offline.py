@@ -29,13 +29,17 @@ def fresh(config: VllmConfig, layers: int | None = None) -> VllmConfig:
 
 
 def make(config: VllmConfig, device: str) -> torch.nn.Module:
-    """vLLM's model for this process's place in its parallel groups; no weight is loaded and no kernel chosen."""
+    """vLLM's model for this process's place in its parallel groups; no weight is loaded and no kernel chosen.
+
+    vLLM shares rotary tables among all models of a process: this one gets its own, since others could not compute with tables of meta.
+    """
     import torch
+    from torch.overrides import TorchFunctionMode
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from torch.overrides import TorchFunctionMode
 
     class IntegersOnCPU(TorchFunctionMode):
         """Tables of experts are computed while a model is built, which meta tensors cannot do; only weights need to be without elements."""
@@ -47,9 +51,13 @@ def make(config: VllmConfig, device: str) -> torch.nn.Module:
                 kwargs = kwargs | {"device": "cpu"}
             return func(*args, **kwargs)
 
+    tables, rotary_embedding._ROPE_DICT = rotary_embedding._ROPE_DICT, {}
     FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.tensor}
     with torch.device(device), set_default_torch_dtype(config.model_config.dtype), set_current_vllm_config(config), IntegersOnCPU():
-        return initialize_model(config)
+        try:
+            return initialize_model(config)
+        finally:
+            rotary_embedding._ROPE_DICT = tables
 
 
 def trace_worker(config: VllmConfig, shapes: dict[str, tuple[int, ...]], layers: int) -> Trace:

@@ -17,7 +17,8 @@ from moerl.reshard.links import Link, NotStrided, covered, join, link
 
 aten = torch.ops.aten
 COPIES = {aten.clone.default, aten._to_copy.default}
-ZEROING = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zeros_like.default, aten.zeros.default}
+FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+FRESH = {aten.zeros_like.default, aten.empty_like.default, aten.ones_like.default, aten.full_like.default}  # of a tensor's form, not of its elements
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Watch(TorchDispatchMode):
         self.names = {_storage(t): name for name, t in sources.items()}
         self.moves: dict[int, list[tuple[Link, int]]] = {}  # by target storage: target <- source, and the source's storage
         self.lost: dict[int, str] = {}  # by storage: what ended the trail
+        self.cleared: set[int] = set()  # storages of sources that were set to zero
         self.fed: dict[int, set[str]] = {}  # by storage: names of all tensors that flowed into it
         self.kept: list[torch.Tensor] = list(sources.values())  # a freed storage's address would be another one's
 
@@ -64,6 +66,8 @@ class Watch(TorchDispatchMode):
             for part in args[0]:
                 self._move(out.narrow(dim, start, part.shape[dim]), part, func)
                 start += part.shape[dim]
+        elif func in FILLS:
+            self._fill(args[0], func is aten.zero_.default or args[1] == 0)
         else:
             self._other(func, args, out)
         return out
@@ -76,10 +80,14 @@ class Watch(TorchDispatchMode):
         key, origin = _storage(target), _storage(source)
         self.kept += [target, source]
         if key == origin:
+            if self._names(target):
+                self.lost[key] = f"{func} within one memory"
             return
         names = self._names(source)
         self.fed.setdefault(key, set()).update(names)
-        if not names:
+        if origin in self.cleared:
+            self._fill(target, True)
+        elif not names:
             if key in self.moves:
                 self.lost[key] = f"{func} of elements of no tensor"
         elif any(step == 0 and n > 1 for step, n in zip(source.stride(), source.shape)):
@@ -87,11 +95,24 @@ class Watch(TorchDispatchMode):
         else:
             self.moves.setdefault(key, []).append((link(target, source), origin))
 
+    def _fill(self, target: torch.Tensor, zero: bool) -> None:
+        """What nothing is moved to counts as zero, so only a fill with something else, or over moved elements, needs a note."""
+        key = _storage(target)
+        whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        if not self._names(target):
+            return
+        if zero and whole and key in self.names:
+            self.cleared.add(key)
+        elif zero and whole:
+            self.moves[key] = []
+        elif not zero or key in self.names or any(join(m.flipped(), link(target, target)) for m, _ in self.moves.get(key, [])):
+            self.lost[key] = "elements are filled with a number"
+
     def _other(self, func, args, out) -> None:
         """Views need nothing; an operation that makes new elements out of followed ones ends their trail, and is remembered by name."""
         inputs = [a for some in args for a in (some if isinstance(some, (list, tuple)) else [some]) if isinstance(a, torch.Tensor)]
         names = {name for a in inputs for name in self._names(a)}
-        if not names or func in ZEROING:
+        if not names or func in FRESH:
             return
         own = {_storage(a) for a in inputs}
         for result in out if isinstance(out, (list, tuple)) else [out]:
@@ -143,4 +164,5 @@ def trace(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: 
     if missed:
         raise ValueError(f"no tensor reaches the parameters {', '.join(sorted(missed)[:5])}")
     whole = {tensor: why for module, why in lost.items() for tensor in feeds[module]}
-    return Trace({name: p for name, p in params.items() if p.links and name.rpartition(".")[0] not in lost}, whole)
+    fed = {name for name, t in [*model.named_parameters(), *model.named_buffers()] if watch.fed.get(_storage(t.data))}
+    return Trace({name: p for name, p in params.items() if name in fed and name.rpartition(".")[0] not in lost}, whole)
