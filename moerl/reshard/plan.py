@@ -7,7 +7,7 @@ the layers of one kind share their chunks. A row of the plan is the delivery of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 
@@ -35,11 +35,6 @@ class Move:
     param: str
     index: int
     link: Link
-    dtype: str  # on the way: the narrower of both ends'
-
-    @property
-    def nbytes(self) -> int:
-        return self.link.count * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -49,6 +44,7 @@ class Chunk:
     kind: int
     holder: tuple
     nbytes: int
+    dtype: str  # on the way: the narrower of both ends'
     moves: dict[int, tuple[Move, ...]]  # by worker, in the order on the way
 
 
@@ -109,7 +105,10 @@ class Plan:
             own = (self.target == worker) | self.relayed & (self.source == worker)
         columns = {n: getattr(self, n)[own] for n in ("chunk", "layer", "source", "target", "relayed", "round")}
         used, columns["chunk"] = np.unique(columns["chunk"], return_inverse=True)
-        return Plan(tuple(self.chunks[i] for i in used), self.layers, **columns, place=self.place, tp=self.tp, cap=self.cap)
+        chunks = [self.chunks[i] for i in used]
+        if worker is not None:
+            chunks = [replace(c, moves={w: m for w, m in c.moves.items() if w == worker % self.tp}) for c in chunks]
+        return replace(self, chunks=tuple(chunks), **columns)
 
 
 def itemsize(dtype: str) -> int:
@@ -162,13 +161,13 @@ def _chunks(number: int, kind: Kind, arch: Arch, layout: ParallelLayout, traces:
                 key = (s.holder, s.param, s.index, x.right, x.right_strides, x.sizes, wire)
                 while worker in wanted.setdefault(key, {}):  # one element in two places
                     key = (*key, 1)
-                wanted[key][worker] = Move(target, s.param, s.index, x, wire)
+                wanted[key][worker] = Move(target, s.param, s.index, x)
     order = {param.name: i for i, param in enumerate(kind.params)}
-    units = sorted(wanted, key=lambda k: (str(k[0]), tuple(wanted[k]), order[k[1]], k[2:5]))
+    units = sorted(wanted, key=lambda k: (str(k[0]), tuple(wanted[k]), k[6], order[k[1]], k[2:5]))
     found = []
-    for (holder, workers), keys in groupby(units, key=lambda k: (k[0], tuple(wanted[k]))):
+    for (holder, workers, dtype), keys in groupby(units, key=lambda k: (k[0], tuple(wanted[k]), k[6])):
         split = [{w: wanted[key][w] for w in workers} for key in keys]
-        found += [Chunk(number, holder, n, moves) for n, moves in _packed(split, most)]
+        found += [Chunk(number, holder, n, dtype, moves) for n, moves in _packed(split, most, itemsize(dtype))]
     return found
 
 
@@ -177,21 +176,20 @@ def _kept(param: str, dtype: str) -> str:
     return "float32" if param.endswith(".expert_bias") else dtype
 
 
-def _packed(units: list[dict[int, Move]], most: int) -> list[tuple[int, dict[int, tuple[Move, ...]]]]:
-    """Units in chunks of at most `most` bytes; one that is larger is cut."""
+def _packed(units: list[dict[int, Move]], most: int, size: int) -> list[tuple[int, dict[int, tuple[Move, ...]]]]:
+    """Units of elements of `size` bytes in chunks of at most `most` bytes; one that is larger is cut."""
     pieces = []
     for unit in units:
-        cut = {w: m.link.split(max(1, most // itemsize(m.dtype))) for w, m in unit.items()}
-        some = next(iter(cut.values()))
-        pieces += [{w: Move(m.target, m.param, m.index, cut[w][i], m.dtype) for w, m in unit.items()} for i in range(len(some))]
-    chunks, size, current = [], 0, []
+        cut = {w: m.link.split(max(1, most // size)) for w, m in unit.items()}
+        pieces += [{w: replace(m, link=cut[w][i]) for w, m in unit.items()} for i in range(len(cut[min(cut)]))]
+    chunks, filled, current = [], 0, []
     for piece in pieces:
-        n = next(iter(piece.values())).nbytes
-        if current and size + n > most:
-            chunks.append((size, current))
-            size, current = 0, []
-        size, current = size + n, [*current, piece]
-    chunks.append((size, current))
+        n = piece[min(piece)].link.count * size
+        if current and filled + n > most:
+            chunks.append((filled, current))
+            filled, current = 0, []
+        filled, current = filled + n, [*current, piece]
+    chunks.append((filled, current))
     return [(n, {w: tuple(p[w] for p in parts) for w in parts[0]}) for n, parts in chunks]
 
 

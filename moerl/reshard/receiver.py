@@ -11,13 +11,19 @@ import functools
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moerl.reshard.gpt_oss import fill
+from moerl.reshard.loading import Reload
+from moerl.reshard.memory import Shared, opened
+from moerl.reshard.move import Mover, renumbered, rounds_of, view
+from moerl.reshard.names import layer_order
+from moerl.reshard.offline import trace_worker
+from moerl.reshard.plan import Plan
+from moerl.reshard.trace import Trace
+from moerl.reshard.transport import Messages
 
 if TYPE_CHECKING:
     import torch
@@ -81,11 +87,6 @@ def check_header(needed: Header, given: Header) -> None:
         raise ValueError("weights do not fit the model: tensors " + "; ".join(found))
 
 
-def layer_order(name: str) -> list[tuple[int, int | str]]:
-    """Sort key that keeps a layer's tensors together and layer 2 before layer 10."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
-
-
 def _first(names: list[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
 
@@ -102,6 +103,22 @@ def _returns_failure(method: Callable) -> Callable:
     return call
 
 
+@dataclass(frozen=True)
+class Connection:
+    """How the workers of an engine take part in syncs: what the driver tells all of them.
+
+    `plans` has each worker's rows; `shared` the memory of ranks that it reads itself. `workers` are their numbers over all engines.
+    `master` is where the processes with messages meet; None if there are none.
+    """
+
+    plans: tuple[Plan, ...]
+    workers: tuple[int, ...]
+    shared: dict[int, Shared]
+    master: str | None
+    timeout_s: float
+    checksums: bool
+
+
 class WeightReceiver:
     """Methods a vLLM worker gains to take in new weights. Where one fails, its answer is a str: the message."""
 
@@ -114,37 +131,69 @@ class WeightReceiver:
         return None
 
     @_returns_failure
-    def moerl_load_weights(self, path: str) -> str | None:
-        """Load every tensor of the safetensors file at `path` through one layerwise reload.
+    def moerl_trace(self, shapes: dict[str, tuple[int, ...]], layers: int) -> Trace | str:
+        """What this worker loads of the model cut to `layers` layers, whose tensors have these shapes."""
+        self.moerl_traced = trace_worker(self.vllm_config, shapes, layers), shapes
+        return self.moerl_traced[0]
 
-        vLLM's loaders cut the tensors to this worker's shard and cast them to the model's dtype. After a failure the
-        model holds a mixture of old and new weights, yet in the form a further load starts from.
+    @_returns_failure
+    def moerl_connect(self, connection: Connection) -> str | None:
+        """Get ready for the syncs of a plan made for `moerl_trace`'s answers. Waits for all ranks and workers that have messages."""
+        own = connection.plans[self.rank]
+        number = connection.workers[self.rank]
+        ranks, rounds = len(own.place.ranks), rounds_of(own, worker=number)
+        messages = None
+        if connection.master:
+            total = ranks + len(own.place.workers)
+            messages = Messages(connection.master, ranks + number, total, self.device, connection.timeout_s)
+        names: dict[int, set[str]] = {}
+        for rank, (chunk, layer, worker) in (read for step in rounds.values() for read in step.reads):
+            names.setdefault(rank, set()).update(renumbered(move.param, layer) for move in chunk.moves[worker])
+        mapped = {rank: opened(connection.shared[rank], params) for rank, params in names.items()}
+        trace, shapes = self.moerl_traced
+        reload = Reload(self.get_model(), self.vllm_config, trace, own.layers.values(), shapes)
+        mover = Mover(rounds, messages, self.device, mapped=mapped, take=reload.take, checksums=connection.checksums)
+        self.moerl_sync = reload, mover
+        return None
+
+    @_returns_failure
+    def moerl_receive(self) -> int | str:
+        """Take in one sync. After a failure the model holds a mixture of old and new weights, in a form the next sync starts from.
+
+        Bytes of the buffers of messages.
         """
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-        from vllm.platforms import current_platform
+        reload, mover = self.moerl_sync
+        with reload.reloading():
+            mover.run()
+            self.moerl_synchronize()
+        self.moerl_synchronize()
+        return mover.nbytes
 
-        model = self.get_model()
-        own = {name for name, _ in model.named_parameters()}
-        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own
-        if current_platform.is_cpu():
-            _forget_moe_kernels(model)
-        _name_loaders(model)
-        try:
-            with set_current_vllm_config(self.vllm_config), _quiet_reload():
-                initialize_layerwise_reload(model)
-                needed = {name for name, _ in model.named_parameters()} - tied  # now without what vLLM derives
-                weights = self.moerl_read_weights(path)
-                model.load_weights(fill(model, weights) if type(model).__name__ == "GptOssForCausalLM" else weights)
-                unreached = _untouched(model, needed)
-                finalize_layerwise_reload(model, self.model_config)
-                if current_platform.is_cpu():
-                    _repack_kept_weights(model)
-        except Exception:
-            _leave_reload(model)
-            raise
-        if self.model_config.quantization is None and unreached:
-            raise RuntimeError(f"no tensor reached the parameters {_first(sorted(unreached))}")
+    def moerl_synchronize(self) -> None:
+        """Ranks may change their weights as soon as a sync has returned: everything must have been read."""
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @_returns_failure
+    def moerl_load_weights(self, path: str) -> str | None:
+        """Load every tensor of the safetensors file at `path`: this worker's elements of each go where its loader would put them."""
+        layers = self.model_config.hf_text_config.num_hidden_layers
+        shapes = {name: shape for name, (shape, _) in read_header(path).items()}
+        trace = trace_worker(self.vllm_config, shapes, layers)
+        places: dict[str, list] = {}
+        for param, loaded in trace.params.items():
+            for name, link in loaded.links:
+                places.setdefault(name, []).append((param, link))
+        reload = Reload(self.get_model(), self.vllm_config, trace, [(i,) for i in range(layers)], shapes)
+        with reload.reloading():
+            for name, tensor in self.moerl_read_weights(path):
+                if name in trace.whole:
+                    reload.whole[name] = tensor
+                for param, link in places.get(name, ()):
+                    reload.put(param, link.left, link.left_strides, view(tensor.view(-1), link.right, link.sizes, link.right_strides))
+        return None
 
     def moerl_read_weights(self, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the file's tensors layer by layer, so that vLLM finishes (and frees) one layer before the next."""
@@ -174,82 +223,6 @@ class WeightReceiver:
                 if hasattr(module, "cpu_linear"):
                     digests[f"{name}.weight@kernel"] = _digest(_kernel_weight(module))
         return digests
-
-
-def _forget_moe_kernels(model: torch.nn.Module) -> None:
-    """Make every MoE layer build its kernel anew when its weights have arrived.
-
-    On the CPU vLLM packs expert weights only while it first builds that kernel: with a kernel in place a reload would
-    leave unpacked weights where packed ones are read.
-    """
-    for module in model.modules():
-        quant_method = getattr(module, "quant_method", None)
-        if getattr(quant_method, "moe_kernel", None) is not None:
-            quant_method.moe_kernel = None
-
-
-def _name_loaders(model: torch.nn.Module) -> None:
-    """Give every loader a name, which the reload asks for and a partial function has none of (MiniMax-M2's norms)."""
-    for param in model.parameters():
-        loader = getattr(param, "weight_loader", None)
-        if isinstance(loader, functools.partial):
-            loader.__name__ = loader.func.__name__
-
-
-def _repack_kept_weights(model: torch.nn.Module) -> None:
-    """Pack anew the weight of each CPU linear layer that keeps it: the output layer.
-
-    Where that is tied to the embedding, no tensor of its own arrives and its kernel would go on with the old weight.
-    """
-    for module in model.modules():
-        if hasattr(module, "cpu_linear") and module.weight.numel():
-            module.quant_method.process_weights_after_loading(module)
-
-
-def _untouched(model: torch.nn.Module, names: set[str]) -> list[str]:
-    """Those of the parameters `names` whose module is in the middle of a reload and has not received a single element.
-
-    What `load_weights` returns does not tell: vLLM 0.26 leaves fused experts out of it during a reload, and a model that copies past
-    the parameters' loaders names what the reload will not take over. Parameters that are not emptied are written in place.
-    """
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    waiting = set()
-    for prefix, module in model.named_modules():
-        info = layerwise.get_layerwise_info(module)
-        if info.can_load() and info.load_numel <= 0:
-            waiting |= {f"{prefix}.{name}" if prefix else name for name, p in module.named_parameters(recurse=False) if p.is_meta}
-    return sorted(names & waiting)
-
-
-@contextmanager
-def _quiet_reload() -> Iterator[None]:
-    """Drop vLLM's warning about every module without a checkpoint tensor (each rotary table, at each sync).
-
-    Parameters that no tensor reached are found by `_untouched`.
-    """
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    level = layerwise.logger.level
-    layerwise.logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        layerwise.logger.setLevel(level)
-
-
-def _leave_reload(model: torch.nn.Module) -> None:
-    """Undo an unfinished layerwise reload: stored tensors back in place, counters at zero.
-
-    vLLM has no such call; without it the next reload would go on counting from where this one stopped.
-    """
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    for module in model.modules():
-        info = layerwise.get_layerwise_info(module)
-        if info.can_load():
-            layerwise._place_kernel_tensors(module, info)
-        info.reset()
 
 
 def _kernel_weight(module: Any) -> Iterator[torch.Tensor]:

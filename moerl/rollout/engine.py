@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from moerl.models import params_of, read_arch
 from moerl.models.files import DTYPE_NAMES, header, raw
 from moerl.models.tensormap import hf_shapes
-from moerl.reshard.receiver import Header, checkpoint_header, layer_order
+from moerl.reshard.names import layer_order
+from moerl.reshard.receiver import Header, checkpoint_header
 
 if TYPE_CHECKING:
     import torch
