@@ -81,7 +81,7 @@ def test_override_value_with_a_colon_and_a_quoted_text(train):
         ("actor=3", "actor is 3: must be a group of keys"),
         ("actor=null", "actor is null: must be a group of keys"),
         ("rollout.sampling.top_p=0.9", "rollout.sampling: top_p and top_k must be off"),
-        ("rollout.layout.pp=2", "rollout.layout takes tp and dp (number of engines) only, pp given"),
+        ("rollout.layout.pp=2", "rollout.layout takes tp, ep and dp (number of engines) only, pp given"),
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt must be 2 or more for grpo"),
         ("model.path=???", "missing required key model.path"),
         ("data.size=${nowhere}", "data.size: Interpolation key 'nowhere' not found"),

@@ -177,7 +177,7 @@ def test_a_run_starts_from_fused_experts(tmp_path):
         assert not list((tmp_path / "run" / "engine").glob("*.safetensors"))
         with pytest.raises(RemoteError, match="started without weights"):
             processes.rollout.generate(PROMPTS, **SAMPLING)
-        processes.rollout.sync(planned.arch, 0, processes.roles["actor"].shard_refs())
+        processes.sync(0)
         assert_same_logprobs(processes, processes.roles["actor"])
         export = processes.export(tmp_path / "export", "float32")
     finally:

@@ -18,7 +18,7 @@ ROOMS = {
     "megatron": {"models"},
     "reshard": {"models"},
     "rollout": {"models", "reshard"},
-    "controller": {"config", "models", "megatron", "rollout", "rl", "rewards", "track"},
+    "controller": {"config", "models", "megatron", "reshard", "rollout", "rl", "rewards", "track"},
 }
 LEAVES = {"layout", "sample"}
 NO_LEAVES = {"rl", "rewards"}

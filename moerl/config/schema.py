@@ -60,8 +60,20 @@ class SamplingConfig(Group):
         return self
 
 
+class SyncConfig(Group):
+    """How new weights reach the engines."""
+
+    transport: Literal["auto", "messages"] = Field("auto", description="auto: workers read the memory of ranks of their node; messages: never")
+    buffer_mib: int = Field(512, ge=1, description="memory of a process for messages under way, each direction")
+    in_flight: Literal["wait", "abort", "keep"] = Field("wait", description="requests that are running when new weights come")
+    checksums: bool = Field(False, description="a checksum with every message")
+
+
 class RolloutConfig(Group):
     layout: Layout = Layout()
+    colocated: bool = Field(True, description="engines on the GPUs of training; false: on GPUs of their own")
+    sleep: bool = Field(False, description="engines give their GPU memory back while training runs")
+    sync: SyncConfig = SyncConfig()
     dtype: Literal["float32", "bfloat16"] | None = Field(None, description="default: model.dtype")
     prompts_per_step: int = Field(64, ge=1)
     samples_per_prompt: int = Field(1, ge=1)
@@ -73,9 +85,13 @@ class RolloutConfig(Group):
 
     @model_validator(mode="after")
     def _engines_of_tensor_parallel_workers(self):
-        on = [k for k, v in self.layout.model_dump().items() if k not in ("tp", "dp") and v not in (1, None)]
+        on = [k for k, v in self.layout.model_dump().items() if k not in ("tp", "ep", "dp") and v not in (1, None)]
         if on:
-            raise ValueError(f"rollout.layout takes tp and dp (number of engines) only, {', '.join(on)} given")
+            raise ValueError(f"rollout.layout takes tp, ep and dp (number of engines) only, {', '.join(on)} given")
+        if self.layout.ep not in (1, self.layout.tp):
+            raise ValueError(f"rollout.layout: ep {self.layout.ep} must be 1 or tp {self.layout.tp}: an engine's workers share its experts out")
+        if self.sleep and not self.colocated:
+            raise ValueError("rollout.sleep: engines on GPUs of their own have nobody to give memory to")
         return self
 
 

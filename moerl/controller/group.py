@@ -32,12 +32,14 @@ class WorkerGroup:
         """`method(*args)` on every rank; results by rank. With `per_dp` its entry for the rank's data-parallel index comes first."""
         return list(collect(self.refs(method, *args, per_dp=per_dp), timeout_s).values())
 
-    def refs(self, method: str, *args, per_dp: list | None = None, num_returns: int = 1) -> dict[str, ray.ObjectRef]:
+    def refs(self, method: str, *args, per_dp: list | None = None, per_rank: list | None = None) -> dict[str, ray.ObjectRef]:
+        """`method(*args)` on every rank, under way; with `per_dp` or `per_rank` their entry for the rank comes first."""
         shared = None if per_dp is None else [ray.put(part) for part in per_dp]
         refs = {}
         for rank, worker in enumerate(self.workers):
             first = () if shared is None else (shared[self.layout.coords(rank).dp],)
-            refs[f"{self.name} rank {rank}"] = getattr(worker, method).options(num_returns=num_returns).remote(*first, *args)
+            first = first if per_rank is None else (per_rank[rank],)
+            refs[f"{self.name} rank {rank}"] = getattr(worker, method).remote(*first, *args)
         return refs
 
     def speakers(self) -> list[int]:
@@ -49,7 +51,7 @@ class Role:
     """A model of the run (actor, critic, reference) spread over a worker group. Batches are lists of samples, answers in their order."""
 
     def __init__(self, group: WorkerGroup, name: str, spec: ModelSpec, max_tokens: int):
-        self.group, self.name, self.max_tokens = group, name, max_tokens
+        self.group, self.name, self.spec, self.max_tokens = group, name, spec, max_tokens
         group.call("build", name, spec)
 
     def logprobs(self, samples: list[Sample], temperature: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -69,15 +71,9 @@ class Role:
         means = {key: sum(a["sums"].get(key, 0.0) for a in answers) / weight for key in keys}
         return means | {"grad_norm": answers[0]["grad_norm"], "lr": answers[0]["lr"]}
 
-    def shard_refs(self, prediction: bool = False) -> list[ray.ObjectRef]:
-        """The weights of this role, one object a rank, left where the ranks put them; prediction layers only on demand."""
-        pairs = self.group.refs("shards", self.name, prediction, num_returns=2)
-        collect({name: done for name, (done, _) in pairs.items()})
-        return [shards for _, shards in pairs.values()]
-
     def shards(self) -> list[list[tuple]]:
         """All weights of this role by rank, prediction layers too."""
-        return ray.get(self.shard_refs(prediction=True))
+        return self.group.call("shards", self.name)
 
     def start_save(self, path: str) -> None:
         """Begin to write a checkpoint. When the call returns the state is copied: the next update does not touch what is written."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from moerl.config.schema import RunConfig, TrainConfig
 from moerl.layout import LayoutError, ParallelLayout
 from moerl.models.arch import Arch, ModelError
+from moerl.reshard.plan import Place
 from moerl.rl import ALGORITHMS
 
 
@@ -26,16 +27,28 @@ class Placement:
     engines: int
     engine_tp: int
     device: str
+    colocated: bool = True
+
+    @property
+    def training(self) -> int:
+        """Slots of the largest training layout."""
+        return max(layout.world for _, layout in self.groups)
 
     @property
     def slots(self) -> int:
-        return max([layout.world for _, layout in self.groups] + [self.engines * self.engine_tp])
+        workers = self.engines * self.engine_tp
+        return max(self.training, workers) if self.colocated else self.training + workers
+
+    def engine_slots(self, engine: int) -> range:
+        """The slots of an engine's workers."""
+        first = (0 if self.colocated else self.training) + engine * self.engine_tp
+        return range(first, first + self.engine_tp)
 
     def describe(self) -> str:
         lines = [f"{', '.join(roles)}: {layout.describe()}, slots 0-{layout.world - 1}" for roles, layout in self.groups]
         if self.engines:
-            last = self.engines * self.engine_tp - 1
-            lines.append(f"rollout: {self.engines} vLLM engine{'s' * (self.engines > 1)} TP{self.engine_tp}, slots 0-{last}")
+            first, last = self.engine_slots(0)[0], self.engine_slots(self.engines - 1)[-1]
+            lines.append(f"rollout: {self.engines} vLLM engine{'s' * (self.engines > 1)} TP{self.engine_tp}, slots {first}-{last}")
         return "\n".join([*lines, f"{self.slots} slots ({'one GPU each' if self.device == 'cuda' else 'CPU processes'})"])
 
 
@@ -74,12 +87,25 @@ def place(config: RunConfig, arch: Arch) -> Placement:
     engines, tp = 0, 1
     if isinstance(config, TrainConfig):
         engines, tp = config.rollout.layout.dp, config.rollout.layout.tp
-        _check_rollout(arch, tp)
-    placement = Placement([(roles, layout) for layout, roles in groups.items()], engines, tp, resolve_device(config.cluster.device))
-    most = max(layout.world for layout in groups)
-    if placement.device == "cuda" and engines * tp > most:
+        _check_rollout(arch, tp, config.rollout.layout.ep)
+    placement = Placement(
+        [(roles, layout) for layout, roles in groups.items()], engines, tp, resolve_device(config.cluster.device),
+        not engines or config.rollout.colocated,
+    )
+    if placement.device == "cuda" and placement.colocated and engines * tp > placement.training:
+        most = placement.training
         raise LayoutError(f"rollout.layout: {engines} engines x tp {tp} need more GPUs than the {most} of the largest training layout")
+    if engines:
+        _check_sync(config, placement)
     return placement
+
+
+def _check_sync(config: TrainConfig, placement: Placement) -> None:
+    r = config.rollout
+    if r.sleep and placement.device != "cuda":
+        raise LayoutError("rollout.sleep needs GPUs: vLLM's CPU backend cannot give its memory back")
+    if r.sync.transport == "messages" and placement.device == "cuda" and placement.colocated:
+        raise LayoutError("rollout.sync.transport messages: NCCL takes no two processes of one GPU; with rollout.colocated it must be auto")
 
 
 def _check_router(config: RunConfig, arch: Arch) -> None:
@@ -90,9 +116,12 @@ def _check_router(config: RunConfig, arch: Arch) -> None:
             raise ModelError(f"actor.router.{name} {value:g}: the routers of {arch.family} have no selection bias")
 
 
-def _check_rollout(arch: Arch, tp: int) -> None:
-    """vLLM's rules of tensor parallelism."""
-    for what, number in (("attention heads", arch.heads), ("expert width", arch.expert_ffn), ("MLP width", arch.ffn)):
+def _check_rollout(arch: Arch, tp: int, ep: int) -> None:
+    """vLLM's rules of tensor and expert parallelism."""
+    if ep > 1 and (not arch.experts or arch.experts % ep):
+        raise LayoutError(f"rollout.layout: experts {arch.experts} are not divisible by ep {ep}")
+    experts = ("experts", arch.experts) if ep > 1 else ("expert width", arch.expert_ffn)
+    for what, number in (("attention heads", arch.heads), experts, ("MLP width", arch.ffn)):
         if number % tp:
             raise LayoutError(f"rollout.layout: {what} {number} {'are' if what.endswith('s') else 'is'} not divisible by tp {tp}")
     if arch.kv_heads % tp and tp % arch.kv_heads:
@@ -155,10 +184,30 @@ class Cluster:
 
     def engine_options(self, engine: int) -> dict:
         """Options of the actor of one engine; its workers must be on one node, since vLLM starts them as local processes."""
-        slots = range(engine * self.placement.engine_tp, (engine + 1) * self.placement.engine_tp)
+        slots = self.placement.engine_slots(engine)
         if len({self.nodes[s] for s in slots}) > 1:
             raise ClusterError(f"rollout engine {engine}: its {len(slots)} workers do not fit on one node; lower rollout.layout.tp")
         return {"num_gpus": 0, "scheduling_strategy": self._strategy(slots[0])}
+
+    def places(self, ranks: int) -> Place:
+        """Node and slot (a GPU, or a share of a CPU) of the first `ranks` training ranks and of every engine's workers."""
+        nodes = {node: i for i, node in enumerate(dict.fromkeys(self.nodes))}
+        workers = [slot for engine in range(self.placement.engines) for slot in self.placement.engine_slots(engine)]
+        return Place(*([(nodes[self.nodes[slot]], slot) for slot in slots] for slots in (range(ranks), workers)))
+
+    def gpus(self, slots: range) -> list[str] | None:
+        """The ids of the slots' GPUs on their node; None on CPUs."""
+        import ray
+
+        if self.placement.device != "cuda":
+            return None
+
+        @ray.remote(num_cpus=0, num_gpus=self._share, max_retries=0)
+        def ids() -> list[str]:
+            return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+        answers = ray.get([ids.options(scheduling_strategy=self._strategy(slot)).remote() for slot in slots])
+        return [gpu for answer in answers for gpu in answer]
 
     def _strategy(self, slot: int):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -13,6 +13,7 @@ from moerl.config.schema import OptimizerConfig, RunConfig, TrainConfig
 from moerl.controller import checkpoints
 from moerl.controller.group import Role, WorkerGroup
 from moerl.controller.placement import Cluster, Placement, check_tokenizer, max_tokens, place
+from moerl.controller.sync import WeightSync
 from moerl.controller.worker import ModelSpec
 from moerl.models import config_of, params_of, read_arch
 from moerl.models.arch import Arch, ModelError
@@ -94,22 +95,17 @@ class Processes:
             WorkerGroup("/".join(names), layout, [self.cluster.rank_options(r) for r in range(layout.world)], placement.device)
             for names, layout in placement.groups
         ]
-        gpus = self._start_groups(config, timeout)
-        self.rollout = self._start_rollout(plan, gpus) if placement.engines else None
+        for group in self.groups:
+            group.start(config.trainer.seed, timeout, config.cluster.collective_timeout_s)
+        self.rollout = self._start_rollout(plan) if placement.engines else None
         for group, (names, _) in zip(self.groups, placement.groups):
             for name in names:
                 self.roles[name] = Role(group, name, model_spec(config, plan.arch, name), max_tokens(config, name))
         if self.rollout:
             self.rollout.wait_ready(timeout)
+            self.sync = WeightSync(config, self.roles["actor"], self.rollout, self.cluster)
 
-    def _start_groups(self, config: RunConfig, timeout: float) -> list[str]:
-        gpus: list[str] = []
-        for group in self.groups:
-            where = group.start(config.trainer.seed, timeout, config.cluster.collective_timeout_s)
-            gpus = max(gpus, [gpu for rank in where for gpu in rank["gpus"]], key=len)
-        return gpus
-
-    def _start_rollout(self, plan: Plan, gpus: list[str]) -> Rollout:
+    def _start_rollout(self, plan: Plan) -> Rollout:
         config: TrainConfig = plan.config
         r, tp = config.rollout, config.rollout.layout.tp
         device = self.cluster.placement.device
@@ -117,11 +113,11 @@ class Processes:
             model=str(engine_model(plan).resolve()), empty=not plan.as_exported, tp=tp, dtype=r.dtype or config.model.dtype, device=device,
             max_model_len=config.data.max_prompt_tokens + r.sampling.max_tokens, kv_cache_gib=r.kv_cache_gib,
             gpu_memory_utilization=r.gpu_memory_utilization, enforce_eager=r.enforce_eager or device == "cpu",
-            max_num_seqs=r.max_num_seqs, seed=config.trainer.seed,
+            max_num_seqs=r.max_num_seqs, seed=config.trainer.seed, expert_parallel=r.layout.ep > 1, sleep=r.sleep,
+            in_flight=r.sync.in_flight,
         )
-        places = [
-            (self.cluster.engine_options(i), gpus[i * tp : (i + 1) * tp] or None) for i in range(self.cluster.placement.engines)
-        ]
+        placement = self.cluster.placement
+        places = [(self.cluster.engine_options(i), self.cluster.gpus(placement.engine_slots(i))) for i in range(placement.engines)]
         return Rollout(places, options)
 
     def trained(self) -> dict[str, Role]:

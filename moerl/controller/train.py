@@ -67,9 +67,9 @@ def train(config: TrainConfig, *, resume: bool = False, command: list[str] = ())
 
 def loop(ready: Ready, processes: Processes, metrics: Metrics, checkpoints: Saver, done: int) -> None:
     """The steps after `done`."""
-    config, actor = ready.config, processes.roles["actor"]
+    config = ready.config
     steps, every = config.trainer.steps, config.trainer.checkpoint_every
-    processes.rollout.sync(ready.plan.arch, done, actor.shard_refs())
+    processes.sync(done)
     with Progress(steps, enabled=config.track.progress) as progress:
         for step in range(done + 1, steps + 1):
             position = ready.stream.state()
@@ -77,6 +77,8 @@ def loop(ready: Ready, processes: Processes, metrics: Metrics, checkpoints: Save
             try:
                 with progress.phase("rollout"):
                     experience, texts = rollout(processes, ready, step)
+                    if config.rollout.sleep:
+                        processes.rollout.sleep()
                 checkpoints.poll()
                 with progress.phase("reward"):
                     experience, reward_metrics = reward_phase(experience, texts, ready.reward, config)
@@ -90,7 +92,7 @@ def loop(ready: Ready, processes: Processes, metrics: Metrics, checkpoints: Save
             with progress.phase("update"):
                 updates = update(experience, processes, config, step)
             with progress.phase("sync"):
-                processes.rollout.sync(ready.plan.arch, step, actor.shard_refs())
+                processes.sync(step)
             done = step
             values = summary(experience) | reward_metrics | updates | timing(progress.times, experience)
             try:
@@ -117,7 +119,7 @@ def rollout(processes: Processes, ready: Ready, step: int) -> tuple[Experience, 
     experience, texts = Experience([], [], [], [], []), []
     for group, (prompt, answers) in enumerate(zip(prompts, completions)):
         for c in answers:
-            if c.version != step - 1:
+            if c.version != step - 1 or c.last_version != step - 1:
                 raise RemoteError(f"a response of step {step} was sampled by weights of version {c.version}, not {step - 1}")
             experience.samples.append(Sample(np.array([*prompt.token_ids, *c.token_ids]), len(prompt.token_ids)))
             experience.group.append(group)

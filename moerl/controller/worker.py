@@ -11,6 +11,10 @@ import torch
 
 from moerl.layout import ParallelLayout
 from moerl.models.arch import Arch
+from moerl.reshard.memory import Shared, flat, share
+from moerl.reshard.move import Mover, rounds_of
+from moerl.reshard.plan import Plan
+from moerl.reshard.transport import Messages
 from moerl.rl import ALGORITHMS
 from moerl.rl.losses import sft_loss
 from moerl.sample import Sample
@@ -34,6 +38,7 @@ class MegatronWorker:
         self.rank, self.layout, self.device = rank, layout, device
         self.models: dict = {}
         self.saves: dict = {}
+        self.shared: dict[str, torch.Tensor] = {}
         if device == "cpu":
             torch.set_num_threads(1)
 
@@ -44,7 +49,7 @@ class MegatronWorker:
             port = s.getsockname()[1]
         import ray
 
-        return {"master": f"{ray.util.get_node_ip_address()}:{port}", "pid": os.getpid(), "gpus": [str(g) for g in ray.get_gpu_ids()]}
+        return {"master": f"{ray.util.get_node_ip_address()}:{port}", "pid": os.getpid()}
 
     def start(self, master: str, seed: int, timeout_s: float) -> None:
         if self.device == "cuda":
@@ -98,12 +103,36 @@ class MegatronWorker:
         head = policy_head(actor.arch.vocab, 1.0, lambda logp, entropy, f: sft_loss(logp, f["weights"]))
         return actor.update(micro_batches, head)
 
-    def shards(self, role: str, prediction: bool) -> tuple[None, list[tuple[str, torch.Tensor, int, int]]]:
-        """The parts of the role's weights that this rank answers for, with or without prediction layers: (name, tensor, parts, index).
+    def shards(self, role: str) -> list[tuple[str, torch.Tensor, int, int]]:
+        """The parts of the role's weights that this rank answers for: (name, tensor, parts, index)."""
+        return [(s.name, s.tensor.cpu(), s.parts, s.index) for s in self.models[role].owned_shards()]
 
-        Called with two return values: the driver waits for the first, which says that all went well, and passes the second on unseen.
-        """
-        return None, [(s.name, s.tensor.cpu(), s.parts, s.index) for s in self.models[role].owned_shards(prediction)]
+    def share_weights(self, role: str) -> Shared:
+        """Open the memory of the role's weights to the rollout workers of this node."""
+        self.shared = self.models[role].tensors()
+        return share(self.shared)
+
+    def connect_sync(self, plan: Plan, role: str, master: str | None, timeout_s: float, checksums: bool) -> None:
+        """Get ready for the syncs of a plan, of which `plan` has this rank's rows. Waits for all ranks and workers that have messages."""
+        device = torch.device(self.device, 0) if self.device == "cuda" else torch.device("cpu")
+        messages = None
+        if master:
+            messages = Messages(master, self.rank, plan.place, device, timeout_s)
+        rounds = rounds_of(plan, rank=self.rank)
+        self.mover = Mover(rounds, messages, device, checksums=checksums)
+
+    def send(self, role: str) -> None:
+        """This rank's part in one sync. RuntimeError where weights have left the memory that workers read."""
+        tensors = self.models[role].tensors()
+        moved = [name for name, t in self.shared.items() if t.data_ptr() != tensors[name].data_ptr()]
+        if moved:
+            raise RuntimeError(f"the memory of {moved[0]} is not the one that rollout workers read")
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # workers read what the last update wrote
+        self.mover.memory = {name: flat(t) for name, t in tensors.items()}
+        self.mover.run()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
 
     def start_save(self, role: str, path: str) -> None:
         """Copy the role's state; a thread writes it while other methods run. What an earlier save still writes is waited for."""

@@ -37,10 +37,14 @@ class Model:
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
-    def owned_shards(self, prediction: bool = True) -> list[weights.Shard]:
-        """The shards this rank answers for; without `prediction`, those of the model that a sampler runs."""
-        owned = weights.owned_shards(self.bare(), self.arch, self.layout, self.rank, self.params)
-        return [s for s in owned if prediction or not s.name.startswith("mtp.")]
+    def owned_shards(self) -> list[weights.Shard]:
+        """The shards this rank answers for."""
+        return weights.owned_shards(self.bare(), self.arch, self.layout, self.rank, self.params)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All weights of the main model on this rank, by name, where they lie."""
+        own = weights.shards(self.bare(), self.arch, self.layout, self.rank, self.params)
+        return {s.name: s.tensor for s in own if not s.name.startswith("mtp.") and not self.params[s.name].tied}
 
     def logprobs(self, micro_batches: list[list[Sample]], temperature: float) -> list[dict]:
         """Log-probability and entropy of every response token; one dict a micro-batch on the last pipeline stage."""

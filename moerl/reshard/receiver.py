@@ -144,8 +144,7 @@ class WeightReceiver:
         ranks, rounds = len(own.place.ranks), rounds_of(own, worker=number)
         messages = None
         if connection.master:
-            total = ranks + len(own.place.workers)
-            messages = Messages(connection.master, ranks + number, total, self.device, connection.timeout_s)
+            messages = Messages(connection.master, ranks + number, own.place, self.device, connection.timeout_s)
         names: dict[int, set[str]] = {}
         for rank, (chunk, layer, worker) in (read for step in rounds.values() for read in step.reads):
             names.setdefault(rank, set()).update(renumbered(move.param, layer) for move in chunk.moves[worker])

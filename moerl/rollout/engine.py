@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from moerl.models import params_of, read_arch
 from moerl.models.files import DTYPE_NAMES, header, raw
 from moerl.models.tensormap import hf_shapes
 from moerl.reshard.names import layer_order
-from moerl.reshard.receiver import Header, checkpoint_header
+from moerl.reshard.receiver import Connection, Header, checkpoint_header
+from moerl.reshard.trace import Trace
 
 if TYPE_CHECKING:
     import torch
@@ -34,15 +36,16 @@ MIN_TEMPERATURE = 0.01  # vLLM silently raises a lower one to this
 class Completion:
     """One sampled continuation.
 
-    `token_ids` ends with the stop token when `finish_reason` is "stop"; "length" means `max_tokens` were sampled.
-    `logprobs[t]` is the natural-log probability of `token_ids[t]` with the temperature applied (greedy: temperature 1).
-    `version` names the weights that sampled it.
+    `token_ids` ends with the stop token when `finish_reason` is "stop"; "length" means `max_tokens` were sampled, "abort" that new weights came
+    first. `logprobs[t]` is the natural-log probability of `token_ids[t]` with the temperature applied (greedy: temperature 1).
+    `version` names the weights that sampled its first token, `last_version` those that sampled its last.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
     version: int
+    last_version: int
 
 
 def cpu_binding(tp: int, cpus: list[int]) -> str:
@@ -115,6 +118,12 @@ class RolloutEngine:
         enforce_eager: run without CUDA graphs or compilation.
         seed: for samples drawn without a seed of their own.
         cpu_bind: CPUs of each worker in vLLM's notation; by default this process's CPUs shared out.
+        expert_parallel: every worker holds whole experts, its share of them, instead of a share of every expert.
+        sleep: weights and cache can leave the GPU between uses (`sleep`).
+        in_flight: what becomes of requests that are running when new weights come: "wait" until they are finished, "abort" them with what they
+            have, or "keep" them, which go on with the new weights (their keys and values are computed anew).
+
+    `generate` may run in one thread while another one brings new weights.
     """
 
     worker_extension = "moerl.reshard.receiver.WeightReceiver"
@@ -134,6 +143,9 @@ class RolloutEngine:
         max_num_seqs: int = 256,
         seed: int = 0,
         cpu_bind: str | None = None,
+        expert_parallel: bool = False,
+        sleep: bool = False,
+        in_flight: str = "wait",
     ) -> None:
         if device not in ("cpu", "cuda"):
             raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
@@ -143,6 +155,10 @@ class RolloutEngine:
         self._version: int | None = None
         self._unfit = _EMPTY if empty else ""  # why the weights cannot be served, whatever their version
         self._max_model_len = max_model_len
+        self._in_flight = in_flight
+        self._turn = threading.Condition()  # of whoever uses the engine: a step of `generate`, or a sync
+        self._paused = self._asleep = False
+        self._pending: dict[str, tuple[int, int, int]] = {}  # running requests: prompt, sample, version at the start
         _set_environment(device, enforce_eager, cpu_bind or cpu_binding(tp, sorted(os.sched_getaffinity(0))))
 
         from vllm import EngineArgs, LLMEngine
@@ -155,6 +171,8 @@ class RolloutEngine:
                 model=model,
                 load_format="dummy" if empty else "auto",
                 tensor_parallel_size=tp,
+                enable_expert_parallel=expert_parallel,
+                enable_sleep_mode=sleep,
                 dtype=dtype,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
@@ -204,37 +222,61 @@ class RolloutEngine:
 
         Raises RuntimeError when no version of the weights is loaded, ValueError for a request vLLM cannot serve.
         """
-        if self._version is None:
-            raise RuntimeError(self._unfit or _NO_VERSION)
         self._check_request(prompts, temperature, max_tokens, seeds)
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        version = self._wait_turn()
         results: list[list[Any]] = [[None] * n for _ in prompts]
-        pending = {f"{i}/{j}": (i, j) for i in range(len(prompts)) for j in range(n)}
         try:
-            for request, (i, j) in pending.items():
-                params = SamplingParams(
-                    temperature=temperature,
-                    max_tokens=max_tokens,
-                    stop_token_ids=stop_token_ids,
-                    seed=None if seeds is None else sample_seed(seeds[i], j),
-                    ignore_eos=True,  # stop_token_ids alone decide
-                    logprobs=0,  # of the sampled token only
-                    flat_logprobs=True,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                self._engine.add_request(request, {"type": "token", "prompt_token_ids": prompts[i]}, params)
-            while self._engine.has_unfinished_requests():
-                for output in self._engine.step():
-                    if output.finished:
-                        i, j = pending.pop(output.request_id)
-                        results[i][j] = self._completion(output.outputs[0])
+            with self._turn:
+                for i, j in ((i, j) for i in range(len(prompts)) for j in range(n)):
+                    params = SamplingParams(
+                        temperature=temperature,
+                        max_tokens=max_tokens,
+                        stop_token_ids=stop_token_ids,
+                        seed=None if seeds is None else sample_seed(seeds[i], j),
+                        ignore_eos=True,  # stop_token_ids alone decide
+                        logprobs=0,  # of the sampled token only
+                        flat_logprobs=True,
+                        detokenize=False,
+                        output_kind=RequestOutputKind.CUMULATIVE if self._in_flight == "abort" else RequestOutputKind.FINAL_ONLY,
+                    )
+                    self._engine.add_request(f"{i}/{j}", {"type": "token", "prompt_token_ids": prompts[i]}, params)
+                    self._pending[f"{i}/{j}"] = i, j, self._version
+            while self._pending:
+                self._wait_turn()
+                with self._turn:
+                    self._step(results)
         finally:
-            if pending:
-                self._engine.abort_request(list(pending))
-        return results
+            with self._turn:
+                self._abort()
+                self._turn.notify_all()
+        nothing = Completion([], [], "abort", version, version)  # aborted before its first token
+        return [[completion or nothing for completion in row] for row in results]
+
+    def _wait_turn(self) -> int:
+        """Wait until no sync is under way: the version of the weights after it. RuntimeError where there are none."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._paused)
+            if self._version is None:
+                raise RuntimeError(self._unfit or _NO_VERSION)
+            return self._version
+
+    def _step(self, results: list[list[Any]]) -> None:
+        """One step of the engine, unless a sync took the turn. Finished completions go to their places, with `abort` unfinished ones too."""
+        if self._paused or not self._pending:
+            return
+        for output in self._engine.step():
+            i, j, version = self._pending[output.request_id]
+            results[i][j] = self._completion(output.outputs[0], version, output.finished)
+            if output.finished:
+                del self._pending[output.request_id]
+
+    def _abort(self) -> None:
+        if self._pending:
+            self._engine.abort_request(list(self._pending))
+            self._pending.clear()
 
     def load_weights(self, tensors: dict[str, torch.Tensor], version: int) -> float:
         """Replace all weights by `tensors` (Hugging Face names, full tensors) and serve them as `version`.
@@ -250,14 +292,70 @@ class RolloutEngine:
         try:
             write_safetensors(path, tensors)
             self._call(ValueError, "moerl_check_weights", str(path), self._needed)
-            self._version, self._unfit = None, _INCOMPLETE
-            self._call(RuntimeError, "moerl_load_weights", str(path))
-            if not self._engine.reset_prefix_cache():  # its keys and values belong to the old weights
-                raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+            self._replace("moerl_load_weights", str(path))
         finally:
             path.unlink(missing_ok=True)
-        self._version, self._unfit = version, ""
+        self.commit(version)
         return time.perf_counter() - start
+
+    def trace(self, shapes: dict[str, tuple[int, ...]], layers: int) -> list[Trace]:
+        """What each worker loads of the model cut to its first `layers` layers, whose Hugging Face tensors have these shapes."""
+        return self._call(RuntimeError, "moerl_trace", shapes, layers)
+
+    def connect(self, connection: Connection) -> None:
+        """Take part in the syncs of a plan."""
+        self._call(RuntimeError, "moerl_connect", connection)
+
+    def receive(self) -> float:
+        """Take in the weights that the training ranks send now, up to `commit`. Seconds it took.
+
+        Raises RuntimeError when a worker fails: there are no weights to serve until a whole sync or load succeeds.
+        """
+        start = time.perf_counter()
+        self._replace("moerl_receive")
+        return time.perf_counter() - start
+
+    def commit(self, version: int) -> None:
+        """Serve what has been received as `version`."""
+        with self._turn:
+            if not self._paused:
+                raise RuntimeError("nothing was received that could be committed")
+            self._version, self._unfit, self._paused = version, "", False
+            self._turn.notify_all()
+
+    def give_up(self) -> None:
+        """End a sync without a version: somebody else failed."""
+        with self._turn:
+            self._paused = False
+            self._turn.notify_all()
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back, weights and cache; the next sync brings both."""
+        with self._turn:
+            self._version, self._unfit, self._asleep = None, _ASLEEP, True
+            self._engine.sleep(level=2)
+
+    def _replace(self, method: str, *args: Any) -> None:
+        """Call a method that replaces the weights, with what is running dealt with and the engine awake, and with no cache afterwards."""
+        with self._turn:
+            if self._in_flight == "wait":
+                self._turn.wait_for(lambda: not self._pending)
+            if self._in_flight == "abort":
+                self._abort()
+            self._version, self._unfit, self._paused = None, _INCOMPLETE, True
+            try:
+                if self._asleep:
+                    self._engine.wake_up(tags=["weights"])
+                self._call(RuntimeError, method, *args)
+                if self._asleep:
+                    self._engine.wake_up(tags=["kv_cache"])
+                    self._asleep = False
+                # Its keys and values belong to the old weights, and so do those of requests that go on.
+                if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._pending)):
+                    raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+            except BaseException:
+                self.give_up()
+                raise
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of every weight of every worker, by "tp<rank>.<parameter>"; see `moerl_parameter_digests`."""
@@ -277,11 +375,11 @@ class RolloutEngine:
                 raise error(f"{answer} (worker {rank})")
         return answers
 
-    def _completion(self, output: Any) -> Completion:
-        if output.finish_reason not in ("stop", "length"):
+    def _completion(self, output: Any, version: int, finished: bool) -> Completion:
+        if finished and output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
         logprobs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
-        return Completion(list(output.token_ids), logprobs, output.finish_reason, self._version)
+        return Completion(list(output.token_ids), logprobs, output.finish_reason if finished else "abort", version, self._version)
 
     def _check_request(self, prompts: list[list[int]], temperature: float, max_tokens: int, seeds: list | None) -> None:
         if temperature != 0 and temperature < MIN_TEMPERATURE:
@@ -299,6 +397,7 @@ class RolloutEngine:
 
 _NO_VERSION = "no version of the weights: call load_weights or mark_loaded first"
 _EMPTY = "the engine was started without weights: load them first"
+_ASLEEP = "the engine sleeps: sync its weights first"
 _INCOMPLETE = "the weights are incomplete, since loading them failed half-way: load them again"
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
 
 import numpy as np
 import ray
-import torch
 
-from moerl.models import params_of
-from moerl.models.arch import Arch
-from moerl.models.tensormap import assemble
+from moerl.reshard.receiver import Connection
+from moerl.reshard.trace import Trace
 from moerl.rollout.engine import Completion, RolloutEngine
 from moerl.rollout.remote import collect
 
 
+THREADS = 3  # of an engine's actor: one generates, one takes in weights, one is told that the others failed
+
+
 class EngineActor:
-    """`RolloutEngine` in a process of its own, taking weights as the shards of Megatron ranks."""
+    """`RolloutEngine` in a process of its own. Weights may come while a thread generates."""
 
     def __init__(self, gpus: list[str] | None, options: dict):
         if gpus:
@@ -27,11 +27,23 @@ class EngineActor:
     def ready(self) -> int:
         return os.getpid()
 
-    def sync(self, arch: Arch, version: int, *ranks: list[tuple[str, torch.Tensor, int, int]]) -> float:
-        """Assemble the shards of all ranks into Hugging Face tensors and serve them as `version`. Seconds it took."""
-        start = time.perf_counter()
-        self.engine.load_weights(assemble(params_of(arch.main()), ranks), version)
-        return time.perf_counter() - start
+    def trace(self, shapes: dict[str, tuple[int, ...]], layers: int) -> list[Trace]:
+        return self.engine.trace(shapes, layers)
+
+    def connect(self, connection: Connection) -> None:
+        self.engine.connect(connection)
+
+    def receive(self) -> float:
+        return self.engine.receive()
+
+    def commit(self, version: int) -> None:
+        self.engine.commit(version)
+
+    def give_up(self) -> None:
+        self.engine.give_up()
+
+    def sleep(self) -> None:
+        self.engine.sleep()
 
     def generate(self, prompts: list[list[int]], options: dict) -> list[list[Completion]]:
         return self.engine.generate(prompts, **options)
@@ -52,15 +64,20 @@ class Rollout:
     def __init__(self, places: list[tuple[dict, list[str] | None]], options: dict):
         actor = ray.remote(EngineActor)
         self.engines = {
-            f"rollout engine {i}": actor.options(num_cpus=0, **place).remote(gpus, options) for i, (place, gpus) in enumerate(places)
+            f"rollout engine {i}": actor.options(num_cpus=0, max_concurrency=THREADS, **place).remote(gpus, options) for i, (place, gpus) in enumerate(places)
         }
 
     def wait_ready(self, timeout_s: float) -> None:
         collect({name: e.ready.remote() for name, e in self.engines.items()}, timeout_s)
 
-    def sync(self, arch: Arch, version: int, shards: list[ray.ObjectRef]) -> float:
-        """Give every engine the same weights; `shards` has one object a training rank. Seconds of the slowest engine."""
-        return max(collect({n: e.sync.remote(arch, version, *shards) for n, e in self.engines.items()}).values())
+    def refs(self, method: str, *args, each: list | None = None) -> dict[str, ray.ObjectRef]:
+        """`method(*args)` on every engine, under way; with `each` its entry for the engine comes first."""
+        firsts = [()] * len(self.engines) if each is None else [(one,) for one in each]
+        return {name: getattr(e, method).remote(*first, *args) for (name, e), first in zip(self.engines.items(), firsts)}
+
+    def sleep(self) -> None:
+        """Let every engine give its GPUs' memory back until the next sync."""
+        collect(self.refs("sleep"))
 
     def generate(self, prompts: list[list[int]], *, seeds: list[int], **options) -> list[list[Completion]]:
         """Completions of every prompt, in order; the options are those of `RolloutEngine.generate`."""
