@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 def fresh(config: VllmConfig, layers: int | None = None) -> VllmConfig:
     """A copy of a running engine's configuration for a second model, with its first `layers` decoder layers only."""
-    config = copy.deepcopy(config)
-    for registry in ("static_forward_context", "static_all_moe_layers"):
-        if entries := getattr(config.compilation_config, registry, None):
-            entries.clear()
+    config = copy.copy(config)
+    config.compilation_config, config.model_config = copy.copy(config.compilation_config), copy.deepcopy(config.model_config)
+    for registry in ("static_forward_context", "static_all_moe_layers"):  # the running model's layers, by name
+        if hasattr(config.compilation_config, registry):
+            setattr(config.compilation_config, registry, type(getattr(config.compilation_config, registry))())
     if layers is not None:
         for part in {id(c): c for c in (config.model_config.hf_config, config.model_config.hf_text_config)}.values():
             part.num_hidden_layers = layers
