@@ -54,6 +54,35 @@ def sft(config: ConfigFile, set: Overrides = [], dry_run: DryRun = False, resume
 
 
 @app.command()
+def reshard(
+    config: Annotated[Path | None, typer.Option("--config", help="YAML configuration of a training run")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="print what a sync moves, and how long it should take")] = False,
+    hardware: Annotated[str, typer.Option("--hardware", help="h100, h200 or b200")] = "h100",
+    save: Annotated[Path | None, typer.Option("--save", help="write the plan to a file")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="a saved plan instead of a configuration")] = None,
+    set: Overrides = [],
+) -> None:
+    """Plan a run's weight sync without a GPU: from Megatron's layout into vLLM's. Ends with 1 if the plan has a fault."""
+    from moerl.config.load import ConfigError
+    from moerl.config.schema import TrainConfig
+    from moerl.controller.preview import preview
+    from moerl.reshard import explain as costs
+    from moerl.reshard import store
+
+    with user_errors():
+        if (config is None) == (plan is None):
+            raise ConfigError("moerl reshard takes either --config or --plan")
+        if hardware not in costs.HARDWARE:
+            raise ConfigError(f"--hardware {hardware}: must be one of {', '.join(costs.HARDWARE)}")
+        made = store.load(plan) if plan else preview(_load(config, TrainConfig, set))
+        if save:
+            store.save(made, save)
+        if explain:
+            print(costs.report(made, hardware))
+        raise typer.Exit(bool(costs.faults(made)))
+
+
+@app.command()
 def models(path: Annotated[Path | None, typer.Argument(help="checkpoint directory or config.json")] = None) -> None:
     """Model families; with a path, the dimensions and parameter counts of that model."""
     from moerl.models import listing

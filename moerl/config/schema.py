@@ -172,6 +172,7 @@ class SFTTrainerConfig(TrainerConfig):
 
 class ClusterConfig(Group):
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus_per_node: int = Field(8, ge=1, description="for `moerl reshard`, which sees no cluster")
     address: str | None = Field(None, description="Ray address; default: $RAY_ADDRESS, else a Ray of this run's own")
     start_timeout_s: float = Field(600, gt=0, description="for processes to come up")
     collective_timeout_s: float = Field(1800, gt=0, description="longest wait of a rank for the others, a pipeline stage's included")

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moerl.reshard.links import covered
-from moerl.reshard.move import view
+from moerl.reshard.move import Arrived
 from moerl.reshard.names import LAYER, layer_order, renumbered
-from moerl.reshard.plan import WHOLE, Move
+from moerl.reshard.plan import WHOLE
 from moerl.reshard.trace import Trace
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ class Reload:
         self.counts: dict[str, int] = {}  # elements that each module gets
         self.partial: dict[str, list[str]] = {}  # its parameters that no tensor fills wholly
         self.left: dict[str, int] = {}
+        self.plain: frozenset[str] = frozenset()  # modules that kernels read in the form they are loaded in
+        self.learned: set[str] = set()  # those found so in this sync
+        self.ready: dict[tuple[str, int], torch.Tensor] = {}  # their boxes
         self.whole: dict[str, torch.Tensor] = {}
 
     @contextmanager
@@ -57,6 +60,8 @@ class Reload:
                 initialize_layerwise_reload(self.model)
                 self.counts = self.counts or self._counted(tied)
                 self.left, self.whole = dict(self.counts), {}
+                for path in self.plain:
+                    self._leave_be(path)
                 yield
                 if self.whole:
                     self.model.load_weights(iter(sorted(self.whole.items(), key=lambda item: layer_order(item[0]))))
@@ -66,9 +71,22 @@ class Reload:
                 finalize_layerwise_reload(self.model, self.config.model_config)
                 if current_platform.is_cpu():
                     _repack_kept_weights(self.model)
+                self.plain = self.plain | self.learned
         except BaseException:
             _leave_reload(self.model)
             raise
+
+    def _leave_be(self, path: str) -> None:
+        """Take a module out of the reload: its tensors are written in place."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        module = self.model.get_submodule(path)
+        info = layerwise.get_layerwise_info(module)
+        layerwise._place_kernel_tensors(module, info)
+        for tensor in layerwise.get_layer_tensors(module).values():
+            if hasattr(tensor, "weight_loader"):
+                tensor.weight_loader = layerwise._get_original_loader(tensor)
+        info.reset()
 
     def _counted(self, tied: set[str]) -> dict[str, int]:
         """Elements by module, of the model in the form in which a checkpoint is loaded: without what vLLM derives."""
@@ -88,37 +106,71 @@ class Reload:
             raise RuntimeError(f"no tensor reaches the parameters {', '.join(sorted(missed)[:3])}")
         return counts
 
-    def take(self, move: Move, layer: int, elements: torch.Tensor) -> None:
-        """Put the elements of one move of `layer` where they belong."""
-        if move.target.startswith(WHOLE):
-            self._collect(renumbered(move.target.removeprefix(WHOLE), layer), move, elements)
-        else:
-            self.put(renumbered(move.target, layer), move.link.left, move.link.left_strides, elements)
+    def take(self, pieces: list[Arrived]) -> None:
+        """Put elements where they belong. A module is handed to vLLM with its last one."""
+        places, elements = [], []
+        for name, offset, strides, piece in pieces:
+            if name.startswith(WHOLE):
+                self._collect(name, offset, strides, piece)
+                continue
+            places.append(self.ready.get((name, offset)))
+            if places[-1] is None:
+                places[-1] = self._place(name, offset, strides, piece.shape)
+            elements.append(piece)
+        if places:
+            torch._foreach_copy_(places, elements)
+        for name, _, _, piece in pieces:
+            if (path := name.rpartition(".")[0]) in self.left:
+                self.left[path] -= piece.numel()
+                if self.left[path] == 0:
+                    self._complete(path)
 
-    def put(self, name: str, offset: int, strides: tuple[int, ...], elements: torch.Tensor) -> None:
-        """Fill a strided box of a parameter. The module is completed with its last element."""
+    def _place(self, name: str, offset: int, strides: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """A strided box of a parameter, whose module gets memory first if it is in the middle of a reload."""
         from vllm.model_executor.model_loader.reload import layerwise
         from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
-        info = layerwise.get_layerwise_info(module)
+        if path not in self.plain and self.left[path] == self.counts[path]:
+            materialize_layer(module, layerwise.get_layerwise_info(module))
         if self.left[path] == self.counts[path]:
-            materialize_layer(module, info)
             for partial in self.partial.get(path, ()):
-                getattr(module, partial).zero_()
+                getattr(module, partial).data.zero_()
         memory = getattr(module, last).data
-        memory.as_strided(elements.shape, strides, memory.storage_offset() + offset).copy_(elements)
-        self.left[path] -= elements.numel()
-        if self.left[path] == 0:
-            layerwise._layerwise_process(module, info)
-            del self.left[path]
+        place = memory.as_strided(sizes, strides, memory.storage_offset() + offset)
+        if path in self.plain:
+            self.ready[name, offset] = place
+        return place
 
-    def _collect(self, name: str, move: Move, elements: torch.Tensor) -> None:
-        if name not in self.whole:
-            shape = self.shapes[move.target.removeprefix(WHOLE)]
-            self.whole[name] = torch.empty(shape, dtype=elements.dtype, device=elements.device)
-        view(self.whole[name].view(-1), move.link.left, tuple(elements.shape), move.link.left_strides).copy_(elements)
+    def _complete(self, path: str) -> None:
+        """All elements of a module are there. Where vLLM's kernels read it just as it is loaded, the next sync writes straight to them."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        del self.left[path]
+        if path in self.plain:
+            return
+        module = self.model.get_submodule(path)
+        info = layerwise.get_layerwise_info(module)
+        loaded, (kernels, buffers) = dict(module.named_parameters(recurse=False)), info.kernel_tensors
+        layerwise._layerwise_process(module, info)
+        same = loaded.keys() == kernels.keys() and not buffers and not hasattr(module, "cpu_linear")
+        if same and all(_same_memory(loaded[n], kernels[n]) for n in loaded):
+            self.learned.add(path)
+
+    def _collect(self, name: str, offset: int, strides: tuple[int, ...], elements: torch.Tensor) -> None:
+        tensor = name.removeprefix(WHOLE)
+        if tensor not in self.whole:
+            layer = LAYER.search(tensor)
+            shape = self.shapes[renumbered(tensor, self.like[int(layer[0])]) if layer else tensor]
+            self.whole[tensor] = torch.empty(shape, dtype=elements.dtype, device=elements.device)
+        self.whole[tensor].as_strided(elements.shape, strides, offset).copy_(elements)
+
+
+def _same_memory(loaded: torch.Tensor, kernel: torch.Tensor) -> bool:
+    """Whether a kernel's tensor is the loaded one, element by element at the same places."""
+    same_form = (loaded.shape, loaded.stride(), loaded.dtype) == (kernel.shape, kernel.stride(), kernel.dtype)
+    return same_form and torch.equal(loaded, kernel)
 
 
 def _forget_moe_kernels(model: torch.nn.Module) -> None:

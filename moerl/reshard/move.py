@@ -74,14 +74,15 @@ def _narrowness(plan: Plan) -> np.ndarray:
     return -np.array([itemsize(c.dtype) for c in plan.chunks] or [0])[plan.chunk]
 
 
-Take = Callable[[Move, int, torch.Tensor], None]
+# What arrived: the parameter's name, offset and strides in it, and the elements, shaped as their box.
+Arrived = tuple[str, int, tuple[int, ...], torch.Tensor]
+Take = Callable[[list[Arrived]], None]
 
 
 class Mover:
     """Runs the rounds of one process.
 
-    `memory` are its own parameters, flat, by name; `mapped` those of ranks whose memory it reads. `take(move, layer, elements)` gets every piece
-    that arrives, shaped as the move's sizes.
+    `memory` are its own parameters, flat, by name; `mapped` those of ranks whose memory it reads. `take` gets what arrives, chunk by chunk.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Mover:
         mapped: Mapping[int, Mapping[str, torch.Tensor]] | None = None, take: Take | None = None, checksums: bool = False,
     ):
         self.rounds, self.messages, self.checksums = rounds, messages, checksums
-        self.memory, self.mapped, self.take = memory or {}, mapped or {}, take
+        self.memory, self.take = memory or {}, take
+        self.reads = {number: [_read(mapped[rank], *part) for rank, part in step.reads] for number, step in rounds.items()}
         self.extra = SUM if checksums else 0
         most = [0, 0]
         for step in rounds.values():
@@ -119,6 +121,8 @@ class Mover:
     def _finish(self, before: Arriving) -> None:
         before.wait()
         self._unpack(before)
+        for chunk in self.reads[before.number]:
+            self.take(chunk)
 
     def _start(self, number: int, step: Round, side: int, before: Arriving | None) -> Arriving:
         sends, at = [], 0
@@ -133,7 +137,7 @@ class Mover:
             if tuple(parts) not in copies:
                 copies[tuple(parts)] = self._passed_on(parts, before)
             sends.append((peer, copies[tuple(parts)]))
-        arriving, recvs, at = Arriving(step, sends), [], 0
+        arriving, recvs, at = Arriving(number, sends), [], 0
         for peer, parts in step.recvs.items():
             n = _bytes(part for _, part in parts)
             message = self.into[side][at : at + n + self.extra]
@@ -178,21 +182,19 @@ class Mover:
                 raise RuntimeError(f"a message of {n} bytes from process {peer} arrived with a wrong checksum")
             at = 0
             for _, (chunk, layer, worker) in parts:
+                pieces = []
                 for move in chunk.moves[worker]:
                     piece = _typed(message, at, move, chunk)
-                    self.take(move, layer, piece)
+                    pieces.append((renumbered(move.target, layer), move.link.left, move.link.left_strides, piece))
                     at += piece.nbytes
-        for rank, (chunk, layer, worker) in arrived.step.reads:
-            for move in chunk.moves[worker]:
-                memory = self.mapped[rank][renumbered(move.param, layer)]
-                self.take(move, layer, view(memory, move.link.right, move.link.sizes, move.link.right_strides))
+                self.take(pieces)
 
 
 @dataclass
 class Arriving:
     """A round under way: its messages (process, parts, buffer) and what to wait for."""
 
-    step: Round
+    number: int
     sends: list[tuple[int, torch.Tensor]]  # kept until they are on their way
     messages: list[tuple[int, list[tuple[int, Part]], torch.Tensor]] = field(default_factory=list)
     works: list = field(default_factory=list)
@@ -201,6 +203,17 @@ class Arriving:
         for work in self.works:
             work.wait()
         self.works.clear()
+
+
+def _read(memory: Mapping[str, torch.Tensor], chunk: Chunk, layer: int, worker: int) -> list[Arrived]:
+    """A chunk in the memory of the rank that has it. It is looked up once: weights stay where they are."""
+    return [
+        (
+            renumbered(move.target, layer), move.link.left, move.link.left_strides,
+            view(memory[renumbered(move.param, layer)], move.link.right, move.link.sizes, move.link.right_strides),
+        )
+        for move in chunk.moves[worker]
+    ]
 
 
 def view(memory: torch.Tensor, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

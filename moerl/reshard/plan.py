@@ -79,6 +79,7 @@ class Plan:
     place: Place
     tp: int
     cap: int
+    needed: int  # bytes of all that the workers load, each element once a worker
 
     @property
     def nbytes(self) -> np.ndarray:
@@ -128,7 +129,10 @@ def plan(
     chunks = [c for i, kind in enumerate(found) for c in _chunks(i, kind, arch, layout, traces, cap // CHUNKS, dtype)]
     columns = _sourced(chunks, found, Ranks(arch, layout), place, tp)
     layers = {i: kind.layers for i, kind in enumerate(found)}
-    made = Plan(tuple(chunks), layers, **columns, round=np.full(len(columns["chunk"]), -1), place=place, tp=tp, cap=cap)
+    need = len(place.workers) // tp * sum(_bytes(kind, trace, dtype) * len(kind.layers) for kind in found for trace in traces)
+    made = Plan(
+        tuple(chunks), layers, **columns, round=np.full(len(columns["chunk"]), -1), place=place, tp=tp, cap=cap, needed=need
+    )
     sent = np.flatnonzero(made.relayed | (made.apart == NETWORK)) if mapped else np.arange(len(made.chunk))
     made.round[sent] = rounds(made, sent)
     return made
@@ -142,6 +146,12 @@ def needed(kind: Kind, trace: Trace, dtype: str) -> list[tuple[str, str, str, Li
         if tensor in shapes:
             links.append((WHOLE + tensor, dtype, tensor, Link((prod(shapes[tensor]),), 0, (1,), 0, (1,))))
     return links
+
+
+def _bytes(kind: Kind, trace: Trace, dtype: str) -> int:
+    """Bytes that a worker needs of one layer of a kind, in the narrower of both ends' types."""
+    kept = {piece.name: _kept(param.name, dtype) for param in kind.params for piece in param.pieces}
+    return sum(x.count * min(itemsize(wide), itemsize(kept[tensor])) for _, wide, tensor, x in needed(kind, trace, dtype))
 
 
 def _chunks(number: int, kind: Kind, arch: Arch, layout: ParallelLayout, traces: Sequence[Trace], most: int, dtype: str) -> list[Chunk]:

@@ -190,8 +190,10 @@ class WeightReceiver:
             for name, tensor in self.moerl_read_weights(path):
                 if name in trace.whole:
                     reload.whole[name] = tensor
-                for param, link in places.get(name, ()):
-                    reload.put(param, link.left, link.left_strides, view(tensor.view(-1), link.right, link.sizes, link.right_strides))
+                reload.take([
+                    (param, link.left, link.left_strides, view(tensor.view(-1), link.right, link.sizes, link.right_strides))
+                    for param, link in places.get(name, ())
+                ])
         return None
 
     def moerl_read_weights(self, path: str) -> Iterator[tuple[str, torch.Tensor]]:
