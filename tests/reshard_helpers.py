@@ -135,3 +135,43 @@ def loads(made: Plan) -> None:
         for end, when, n in zip(ends[mine].tolist(), made.round[mine].tolist(), size[mine].tolist()):
             total[end, when] = total.get((end, when), 0) + n
         assert all(n <= max(made.cap, int(size.max())) for n in total.values())
+
+
+def over_gloo(made: Plan, ranks, blank, *, checksums: bool = False, spoil=None, alone: int | None = None) -> list[dict[str, torch.Tensor]]:
+    """Do what the plan says with real messages, every process a thread. `spoil(process, messages)` may break something first."""
+    import socket
+    from concurrent.futures import ThreadPoolExecutor
+
+    from moerl.reshard.memory import flat
+    from moerl.reshard.move import Mover, rounds_of
+    from moerl.reshard.transport import Messages
+
+    with socket.socket() as free:
+        free.bind(("", 0))
+        master = f"127.0.0.1:{free.getsockname()[1]}"
+    workers = [{n: torch.zeros(shape) for n, shape in shapes.items()} for shapes in blank]
+    cpu = torch.device("cpu")
+
+    def process(number: int) -> int:
+        mine = dict(rank=number) if number < len(ranks) else dict(worker=number - len(ranks))
+        messages = Messages(master, number, made.place, cpu, 3 if spoil else 30)
+        if spoil:
+            spoil(number, messages)
+
+        def take(pieces) -> None:
+            for name, offset, strides, elements in pieces:
+                workers[number - len(ranks)][name].view(-1).as_strided(elements.shape, strides, offset).copy_(elements)
+
+        memory = {n: flat(t) for n, t in ranks[number].items()} if number < len(ranks) else None
+        mover = Mover(rounds_of(made.rows(**mine), **mine), messages, cpu, memory=memory, take=take, checksums=checksums)
+        mover.run()
+        return mover.nbytes
+
+    everyone = range(len(ranks) + len(workers))
+    with ThreadPoolExecutor(len(everyone)) as pool:
+        running = [pool.submit(process, number) for number in everyone]
+        if errors := [error for one in running if (error := one.exception())]:
+            raise ExceptionGroup("processes failed", errors)
+    held = [one.result() for one in running]
+    assert max(held) <= 4 * (max(made.cap, int(made.nbytes.max())) + 64 * len(everyone))
+    return workers

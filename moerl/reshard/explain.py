@@ -90,9 +90,9 @@ def faults(plan: Plan) -> list[str]:
     keys = np.unique(np.stack([plan.chunk, plan.layer, plan.target]), axis=1)
     if keys.shape[1] != len(plan.chunk) or len(plan.chunk) != expected:
         found.append(f"{keys.shape[1]} different deliveries in {len(plan.chunk)} rows, {expected} are needed")
-    arrival = {key: at for *key_, at in zip(plan.chunk.tolist(), plan.layer.tolist(), plan.target.tolist(), plan.round.tolist()) for key in [tuple(key_)]}
-    early = [i for i in np.flatnonzero(plan.relayed).tolist()
-             if arrival[int(plan.chunk[i]), int(plan.layer[i]), int(plan.source[i])] != plan.round[i] - 1]
+    came = dict(zip(zip(plan.chunk.tolist(), plan.layer.tolist(), plan.target.tolist()), plan.round.tolist()))
+    passed = zip(*(column[plan.relayed].tolist() for column in (plan.chunk, plan.layer, plan.source, plan.round)))
+    early = [at for chunk, layer, source, at in passed if came.get((chunk, layer, source)) != at - 1]
     if early:
         found.append(f"{len(early)} chunks are not passed on in the round after they came")
     size, sent = plan.nbytes, plan.round >= 0
