@@ -50,12 +50,9 @@ def write_model(path: Path, layers: int) -> Path:
     for name, shape in hf_shapes(params_of(read_arch(path)).values()).items():
         file = name.split(".")[2] if ".layers." in name else "rest"
         tensor = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(1.0 if "norm" in name else 0.0, 0.02)
-        files.setdefault(f"model-{file}.safetensors", {})[name] = tensor
-        if len(files) > 1 and file != "rest" and list(files)[0] != f"model-{file}.safetensors":
-            done = list(files)[0]
-            save_file({n: t.cpu() for n, t in files.pop(done).items()}, path / done)
-    for done, tensors in files.items():
-        save_file({n: t.cpu() for n, t in tensors.items()}, path / done)
+        files.setdefault(f"model-{file}.safetensors", {})[name] = tensor.cpu()
+    for file, tensors in files.items():
+        save_file(tensors, path / file)
     weights = {n: f.name for f in path.glob("*.safetensors") for n in _names(f)}
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
     return path
