@@ -1,6 +1,6 @@
-"""Weight syncs on this machine's GPUs: a Qwen3-30B-A3B-shaped model from Megatron into vLLM, colocated and asleep meanwhile, or apart.
+"""Weight syncs on this machine's GPUs: a model of a published shape from Megatron into vLLM, colocated and asleep meanwhile, or apart.
 
-    python benchmarks/gpu_reshard.py OUT.json [--layers 6] [--syncs 5]
+    python benchmarks/gpu_reshard.py OUT.json [--model qwen3-30b-a3b] [--layers 6] [--syncs 5]
 
 Uses every GPU it sees. Each case is a run's own processes: ranks with an optimizer, engines, the plan between them. The weights change before
 every sync. Kept are the seconds of each sync (of the slowest engine, and as the driver sees it), GB/s of what the workers of one GPU take in,
@@ -26,15 +26,22 @@ from moerl.reshard import explain
 from moerl.sample import Sample
 from moerl.track.record import hardware, packages
 
-SHAPE = dict(
+SHAPES = {"qwen3-30b-a3b": dict(
     model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], vocab_size=151936, hidden_size=2048, intermediate_size=6144,
     moe_intermediate_size=768, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
     norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False, max_position_embeddings=40960,
     rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu", attention_bias=False, initializer_range=0.02,
-)
+), "moonlight-16b-a3b": dict(
+    model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], vocab_size=163840, hidden_size=2048, intermediate_size=11264,
+    moe_intermediate_size=1408, num_attention_heads=16, num_key_value_heads=16, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128,
+    qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, n_group=1, topk_group=1,
+    first_k_dense_replace=1, moe_layer_freq=1, norm_topk_prob=True, routed_scaling_factor=2.446, scoring_func="sigmoid",
+    topk_method="noaux_tc", num_nextn_predict_layers=0, tie_word_embeddings=False, max_position_embeddings=8192, rope_theta=5e4,
+    rms_norm_eps=1e-6, hidden_act="silu", attention_bias=False, initializer_range=0.02,
+)}
 
 
-def write_model(path: Path, layers: int) -> Path:
+def write_model(path: Path, shape: dict, layers: int) -> Path:
     """A random checkpoint of that shape, a file a layer, with the demo's tokenizer."""
     from safetensors.torch import save_file
 
@@ -45,7 +52,7 @@ def write_model(path: Path, layers: int) -> Path:
     demo_model.main(["--out", str(path)])
     for file in path.glob("*.safetensors"):
         file.unlink()
-    (path / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers, "torch_dtype": "bfloat16"}))
+    (path / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": layers, "torch_dtype": "bfloat16"}))
     files: dict[str, dict] = {}
     for name, shape in hf_shapes(params_of(read_arch(path)).values()).items():
         file = name.split(".")[2] if ".layers." in name else "rest"
@@ -95,7 +102,7 @@ def run(path: Path, training: dict, rollout: dict, syncs: int, compare: bool) ->
         planned = plan(config(path, Path(scratch), training, rollout))
         start = time.perf_counter()
         processes = Processes(planned)
-        result = {"start_s": time.perf_counter() - start, "seconds": [], "driver_s": [], "sleep_s": []}
+        result = {"start_s": time.perf_counter() - start, "syncs": [], "driver_s": [], "sleep_s": []}
         try:
             made = processes.sync.plan
             costs = explain.costs(made)
@@ -107,14 +114,14 @@ def run(path: Path, training: dict, rollout: dict, syncs: int, compare: bool) ->
                     processes.rollout.sleep()
                     result["sleep_s"].append(time.perf_counter() - at)
                 result["driver_s"].append(processes.sync(version))
-                result["seconds"].append(processes.sync.received)
+                result["syncs"].append(processes.sync.received)
             gpus = len(set(made.place.workers))
             result |= {
                 "delivered_gb": costs.delivered / 1e9, "needed_gb": costs.needed / 1e9, "rounds": made.rounds,
-                "gb_s_a_gpu": costs.delivered / 1e9 / gpus / min(result["seconds"][1:]),
+                "gb_s_a_gpu": costs.delivered / 1e9 / gpus / min(sync["seconds"] - sync["wake_s"] for sync in result["syncs"]),
             }
             if compare:
-                result["as_a_fresh_engine"] = _compare(processes, planned, Path(scratch), ray.get(engines[0].digests.remote()))
+                result |= _compare(processes, planned, Path(scratch), ray.get(engines[0].digests.remote()))
         finally:
             processes.shutdown()
     return result
@@ -126,12 +133,19 @@ def _change(processes: Processes, vocab: int, seed: int) -> None:
     processes.roles["actor"].update("update_sft", samples)
 
 
-def _compare(processes: Processes, planned, scratch: Path, digests: dict) -> bool:
-    """Whether the engine's parameters are those of one that loads the exported checkpoint by itself."""
+def _compare(processes: Processes, planned, scratch: Path, digests: dict) -> dict:
+    """Whether the engine's parameters, and the tokens and log-probs it samples, are those of one that loads the exported checkpoint itself."""
     import ray
 
     from moerl.rollout.group import EngineActor
 
+    class Fresh(EngineActor):
+        def loaded(self) -> None:
+            self.engine.mark_loaded(1)
+
+    greedy = dict(n=1, temperature=0.0, max_tokens=32, stop_token_ids=[], seeds=None)
+    prompts = [[1, 2, 3, 4, 5], list(range(40))]
+    sampled = ray.get(next(iter(processes.rollout.engines.values())).generate.remote(prompts, greedy))
     export = processes.export(scratch / "hf", "bfloat16")
     processes.rollout.shutdown()
     for engine in processes.rollout.engines.values():
@@ -141,9 +155,13 @@ def _compare(processes: Processes, planned, scratch: Path, digests: dict) -> boo
     options = dict(
         model=str(export), tp=r.layout.tp, dtype="bfloat16", device="cuda", max_model_len=128, enforce_eager=True, gpu_memory_utilization=0.25
     )
-    fresh = ray.remote(EngineActor).options(num_cpus=0, **place).remote(gpus, options)
+    fresh = ray.remote(Fresh).options(num_cpus=0, **place).remote(gpus, options)
     try:
-        return ray.get(fresh.digests.remote(), timeout=300) == digests
+        same = ray.get(fresh.digests.remote(), timeout=300) == digests
+        ray.get(fresh.loaded.remote(), timeout=10)
+        again = ray.get(fresh.generate.remote(prompts, greedy), timeout=60)
+        both = [[(c.token_ids, c.logprobs) for row in rows for c in row] for rows in (sampled, again)]
+        return {"parameters_as_a_fresh_engine": same, "samples_as_a_fresh_engine": both[0] == both[1]}
     finally:
         ray.get(fresh.shutdown.remote(), timeout=60)
 
@@ -171,14 +189,16 @@ def copies() -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
+    parser.add_argument("--model", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--cases", type=int, help="only the first ones")
     parser.add_argument("--syncs", type=int, default=5)
     options = parser.parse_args()
-    result = {"hardware": hardware(), "packages": packages(), "layers": options.layers, "cases": {}} | copies()
+    result = {"hardware": hardware(), "packages": packages(), "model": options.model, "layers": options.layers, "cases": {}} | copies()
     with tempfile.TemporaryDirectory() as scratch:
-        path = write_model(Path(scratch) / "model", options.layers)
+        path = write_model(Path(scratch) / "model", SHAPES[options.model], options.layers)
         torch.cuda.empty_cache()
-        for i, (name, (training, rollout)) in enumerate(cases(torch.cuda.device_count()).items()):
+        for name, (training, rollout) in list(cases(torch.cuda.device_count()).items())[: options.cases]:
             start = time.perf_counter()
             try:
                 result["cases"][name] = run(path, training, rollout, options.syncs, compare=True)

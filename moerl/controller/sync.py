@@ -23,7 +23,7 @@ class WeightSync:
 
     def __init__(self, config: TrainConfig, actor: Role, rollout: Rollout, cluster: Cluster):
         self.actor, self.rollout = actor, rollout
-        self.received = 0.0  # seconds of the slowest engine in the last sync
+        self.received: dict[str, float] = {}  # what the slowest engine says of the last sync
         sync, spec = config.rollout.sync, actor.spec
         arch = spec.arch.main()
         params = params_of(arch)
@@ -44,7 +44,7 @@ class WeightSync:
         start = time.perf_counter()
         try:
             answers = collect(self.rollout.refs("receive") | self.actor.group.refs("send", self.actor.name))
-            self.received = max(answers[name] for name in self.rollout.engines)
+            self.received = max((answers[name] for name in self.rollout.engines), key=lambda answer: answer["seconds"])
             collect(self.rollout.refs("commit", version))
         except BaseException:
             self.rollout.refs("give_up")

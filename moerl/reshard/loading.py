@@ -40,7 +40,8 @@ class Reload:
         self.partial: dict[str, list[str]] = {}  # its parameters that no tensor fills wholly
         self.left: dict[str, int] = {}
         self.plain: frozenset[str] = frozenset()  # modules that kernels read in the form they are loaded in
-        self.learned: set[str] = set()  # those found so in this sync
+        self.learned: set[str] = set()  # those found so
+        self.rest: list[str] = []  # modules without weights to load, found in the first sync
         self.ready: dict[tuple[str, int], torch.Tensor] = {}  # their boxes
         self.whole: dict[str, torch.Tensor] = {}
 
@@ -57,11 +58,10 @@ class Reload:
         _name_loaders(self.model)
         try:
             with torch.no_grad(), set_current_vllm_config(self.config), _quiet_reload():
-                initialize_layerwise_reload(self.model)
+                with self._left_alone():
+                    initialize_layerwise_reload(self.model)
                 self.counts = self.counts or self._counted(tied)
                 self.left, self.whole = dict(self.counts), {}
-                for path in self.plain:
-                    self._leave_be(path)
                 yield
                 if self.whole:
                     self.model.load_weights(iter(sorted(self.whole.items(), key=lambda item: layer_order(item[0]))))
@@ -72,21 +72,31 @@ class Reload:
                 if current_platform.is_cpu():
                     _repack_kept_weights(self.model)
                 self.plain = self.plain | self.learned
+                self.rest = [] if self.trace.whole else self.rest or self._untouched()
         except BaseException:
             _leave_reload(self.model)
             raise
 
-    def _leave_be(self, path: str) -> None:
-        """Take a module out of the reload: its tensors are written in place."""
+    @contextmanager
+    def _left_alone(self) -> Iterator[None]:
+        """Within it, a reload passes over modules that are written in place or not at all: for vLLM they are in a reload already."""
         from vllm.model_executor.model_loader.reload import layerwise
 
-        module = self.model.get_submodule(path)
-        info = layerwise.get_layerwise_info(module)
-        layerwise._place_kernel_tensors(module, info)
-        for tensor in layerwise.get_layer_tensors(module).values():
-            if hasattr(tensor, "weight_loader"):
-                tensor.weight_loader = layerwise._get_original_loader(tensor)
-        info.reset()
+        infos = [layerwise.get_layerwise_info(self.model.get_submodule(path)) for path in (*self.plain, *self.rest)]
+        for info in infos:
+            info.load_numel_total = 0
+        try:
+            yield
+        finally:
+            for info in infos:
+                info.reset()
+
+    def _untouched(self) -> list[str]:
+        """Modules that no tensor reaches and that the end of a reload does nothing to (it does to attention)."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        deferred = layerwise.is_deferred_attention_layer if hasattr(layerwise, "is_deferred_attention_layer") else _is_attention
+        return [path for path, module in self.model.named_modules() if path not in self.counts and not deferred(module)]
 
     def _counted(self, tied: set[str]) -> dict[str, int]:
         """Elements by module, of the model in the form in which a checkpoint is loaded: without what vLLM derives."""
@@ -165,6 +175,13 @@ class Reload:
             shape = self.shapes[renumbered(tensor, self.like[int(layer[0])]) if layer else tensor]
             self.whole[tensor] = torch.empty(shape, dtype=elements.dtype, device=elements.device)
         self.whole[tensor].as_strided(elements.shape, strides, offset).copy_(elements)
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    """As vLLM 0.26 tells the layers that it processes last."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    return isinstance(module, (Attention, MLAAttention))
 
 
 def _same_memory(loaded: torch.Tensor, kernel: torch.Tensor) -> bool:

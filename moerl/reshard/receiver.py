@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,17 +157,19 @@ class WeightReceiver:
         return None
 
     @_returns_failure
-    def moerl_receive(self) -> int | str:
+    def moerl_receive(self) -> dict[str, float] | str:
         """Take in one sync. After a failure the model holds a mixture of old and new weights, in a form the next sync starts from.
 
-        Bytes of the buffers of messages.
+        Seconds of moving, bytes of the buffers of messages, and how many modules vLLM laid out anew.
         """
         reload, mover = self.moerl_sync
         with reload.reloading():
+            start = time.perf_counter()
             mover.run()
             self.moerl_synchronize()
+            moved = time.perf_counter() - start
         self.moerl_synchronize()
-        return mover.nbytes
+        return {"move_s": moved, "buffer_bytes": mover.nbytes, "laid_out": len(reload.counts) - len(reload.plain)}
 
     def moerl_synchronize(self) -> None:
         """Ranks may change their weights as soon as a sync has returned: everything must have been read."""

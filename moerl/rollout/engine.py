@@ -306,14 +306,17 @@ class RolloutEngine:
         """Take part in the syncs of a plan."""
         self._call(RuntimeError, "moerl_connect", connection)
 
-    def receive(self) -> float:
-        """Take in the weights that the training ranks send now, up to `commit`. Seconds it took.
+    def receive(self) -> dict[str, float]:
+        """Take in the weights that the training ranks send now, up to `commit`.
+
+        Seconds it took, `wake_s` of them to wake up, and the most of its workers of what `moerl_receive` answers.
 
         Raises RuntimeError when a worker fails: there are no weights to serve until a whole sync or load succeeds.
         """
         start = time.perf_counter()
-        self._replace("moerl_receive")
-        return time.perf_counter() - start
+        answers, wake_s = self._replace("moerl_receive")
+        most = {key: max(answer[key] for answer in answers) for key in answers[0]}
+        return {"seconds": time.perf_counter() - start, "wake_s": wake_s} | most
 
     def commit(self, version: int) -> None:
         """Serve what has been received as `version`."""
@@ -335,8 +338,11 @@ class RolloutEngine:
             self._version, self._unfit, self._asleep = None, _ASLEEP, True
             self._engine.sleep(level=2)
 
-    def _replace(self, method: str, *args: Any) -> None:
-        """Call a method that replaces the weights, with what is running dealt with and the engine awake, and with no cache afterwards."""
+    def _replace(self, method: str, *args: Any) -> tuple[list[Any], float]:
+        """Call a method that replaces the weights, with what is running dealt with and the engine awake, and with no cache afterwards.
+
+        The answers of the workers, and the seconds it took to wake them.
+        """
         with self._turn:
             if self._in_flight == "wait":
                 self._turn.wait_for(lambda: not self._pending)
@@ -344,11 +350,10 @@ class RolloutEngine:
                 self._abort()
             self._version, self._unfit, self._paused = None, _INCOMPLETE, True
             try:
-                if self._asleep:
-                    self._engine.wake_up(tags=["weights"])
-                self._call(RuntimeError, method, *args)
-                if self._asleep:
-                    self._engine.wake_up(tags=["kv_cache"])
+                wake_s = self._wake("weights") if self._asleep else 0.0
+                answers = self._call(RuntimeError, method, *args)
+                if self._asleep:  # the cache comes when the weights are there
+                    wake_s += self._wake("kv_cache")
                     self._asleep = False
                 # Its keys and values belong to the old weights, and so do those of requests that go on.
                 if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._pending)):
@@ -356,6 +361,12 @@ class RolloutEngine:
             except BaseException:
                 self.give_up()
                 raise
+        return answers, wake_s
+
+    def _wake(self, what: str) -> float:
+        start = time.perf_counter()
+        self._engine.wake_up(tags=[what])
+        return time.perf_counter() - start
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of every weight of every worker, by "tp<rank>.<parameter>"; see `moerl_parameter_digests`."""

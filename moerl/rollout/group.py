@@ -33,7 +33,7 @@ class EngineActor:
     def connect(self, connection: Connection) -> None:
         self.engine.connect(connection)
 
-    def receive(self) -> float:
+    def receive(self) -> dict[str, float]:
         return self.engine.receive()
 
     def commit(self, version: int) -> None:
