@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -251,3 +253,42 @@ def test_engine_refuses_what_is_not_a_local_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no .safetensors file"):
         RolloutEngine(str(tmp_path), device="cpu", **options)
+
+
+LONG = {"n": 2, "temperature": 0.7, "max_tokens": 40, "stop_token_ids": [], "seeds": [1, 2, 3, 4]}
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort", "keep"])
+def test_requests_in_flight_when_weights_come(engine: RolloutEngine, second: Fresh, monkeypatch, in_flight: str) -> None:
+    """wait: all are finished by the old weights. abort: they end where they are. keep: the new weights finish them."""
+    monkeypatch.setattr(engine, "_in_flight", in_flight)
+    steps, plain = threading.Semaphore(0), engine._engine.step
+
+    def step():
+        steps.release()
+        return plain()
+
+    monkeypatch.setattr(engine._engine, "step", step)
+    with ThreadPoolExecutor(1) as other:
+        running = other.submit(engine.generate, PROMPTS, **LONG)
+        for _ in range(5):
+            steps.acquire(timeout=60)
+        engine.load_weights(second.tensors, 1)
+        found = [c for row in running.result(timeout=120) for c in row]
+    assert {c.version for c in found} == {0} and engine.version == 1
+    ends = {(c.finish_reason, c.last_version) for c in found}
+    assert ends == {"wait": {("length", 0)}, "abort": {("abort", 0)}, "keep": {("length", 1)}}[in_flight]
+    assert all(len(c.token_ids) == len(c.logprobs) for c in found)
+    assert all(0 < len(c.token_ids) < 40 if in_flight == "abort" else len(c.token_ids) == 40 for c in found)
+    assert outputs(engine) == second.outputs, "no key or value of the old weights is left"
+
+
+def test_what_cannot_be_traced_is_loaded_by_vllm(engine: RolloutEngine, second: Fresh) -> None:
+    """vLLM's loader computes with experts' down projections: their modules are loaded whole, and the engine is a fresh one all the same."""
+    engine._call(RuntimeError, "compute_on_load", True)
+    try:
+        for version in (1, 2):
+            engine.load_weights(second.tensors, version)
+            assert outputs(engine) == second.outputs and engine.digests() == second.digests
+    finally:
+        engine._call(RuntimeError, "compute_on_load", False)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import numpy as np
 import pytest
 
 from moerl.config.schema import TrainConfig
 from moerl.controller.run import Processes, plan
+from moerl.rollout.remote import RemoteError
 from moerl.sample import Sample
 from tests.rollout_helpers import PROMPTS, start_engine
 
@@ -14,8 +18,9 @@ GREEDY = dict(n=1, temperature=0.0, max_tokens=12, stop_token_ids=[])
 SAMPLED = dict(n=2, temperature=0.8, max_tokens=12, stop_token_ids=[])
 
 
-def config(path, output) -> TrainConfig:
-    return TrainConfig.model_validate(
+def config(path, output, **changes) -> TrainConfig:
+    """A run's configuration; `changes` replace groups' keys."""
+    base = (
         {
             "model": {"path": str(path), "dtype": "float32"},
             "data": {"prompts": "reasoning_gym:chain_sum", "max_prompt_tokens": 240},
@@ -27,6 +32,7 @@ def config(path, output) -> TrainConfig:
             "cluster": {"device": "cpu"},
         }
     )
+    return TrainConfig.model_validate(base | {group: base[group] | keys for group, keys in changes.items()})
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +89,41 @@ def test_running_engine_equals_a_fresh_one_sync_after_sync(start, tmp_path):
         fresh.mark_loaded(version)
         assert (observed(fresh.generate), fresh.digests()) == seen[version]
         fresh.shutdown()
+
+
+APART = {"layout": {"dp": 2}, "colocated": False, "sync": {"transport": "messages", "checksums": True, "buffer_mib": 1}}
+
+
+def test_two_engines_apart_get_messages_and_a_lost_rank_leaves_no_version(start, tmp_path):
+    """Engines with slots of their own hear of everything by messages; both are then a fresh engine. A rank dies: nobody serves."""
+    import ray
+
+    changes = dict(rollout=APART, actor={"layout": {"pp": 2, "ep": 2, "dp": 2}}, cluster={"collective_timeout_s": 60})
+    planned = plan(config(start, tmp_path, **changes))
+    assert planned.placement.slots == 6 and "slots 4-5" in planned.placement.describe()
+    processes = Processes(planned)
+    try:
+        made = processes.sync.plan
+        assert made.rounds > 2 and (made.round >= 0).all()
+        for version in (1, 2):
+            move(processes, planned.arch.vocab, version)
+            processes.sync(version)
+        assert processes.sync.received["buffer_bytes"] <= 2 * 2**20
+        both = [ray.get(engine.digests.remote()) for engine in processes.rollout.engines.values()]
+        assert both[0] == both[1]
+        seen = observed(processes.rollout.generate)
+        export = processes.export(tmp_path / "v2", "float32")
+        os.kill(processes.roles["actor"].group.call("describe")[1]["pid"], signal.SIGKILL)
+        with pytest.raises(RemoteError, match="actor rank 1 died"):
+            processes.sync(3)
+        with pytest.raises(RemoteError, match="the weights are incomplete"):
+            processes.rollout.generate(PROMPTS, seeds=[0] * len(PROMPTS), **GREEDY)
+    finally:
+        processes.shutdown()
+    fresh = start_engine(export, tp=1)
+    fresh.mark_loaded(2)
+    assert (observed(fresh.generate), fresh.digests()) == (seen, both[0])
+    fresh.shutdown()
 
 
 def assert_same_logprobs(processes, actor) -> None:

@@ -123,9 +123,10 @@ def plan(
     """Plan the way of `params` from a training layout into engines whose workers load what `traces` say, one trace a worker of an engine.
 
     `cap` bounds the bytes that a process has in a buffer in one round; `dtype` is that of the training weights. With `mapped`, workers read the
-    memory of ranks of their node themselves. ModelError where an element that a worker needs is nowhere.
+    memory of ranks of their node themselves. ModelError where an element that a worker needs is nowhere, or a tensor is what no worker loads.
     """
     tp, found = len(traces), kinds(params)
+    _check_loaded(found, traces, dtype)
     chunks = [c for i, kind in enumerate(found) for c in _chunks(i, kind, arch, layout, traces, cap // CHUNKS, dtype)]
     columns = _sourced(chunks, found, Ranks(arch, layout), place, tp)
     layers = {i: kind.layers for i, kind in enumerate(found)}
@@ -136,6 +137,13 @@ def plan(
     sent = np.flatnonzero(made.relayed | (made.apart == NETWORK)) if mapped else np.arange(len(made.chunk))
     made.round[sent] = rounds(made, sent)
     return made
+
+
+def _check_loaded(found: Sequence[Kind], traces: Sequence[Trace], dtype: str) -> None:
+    for kind in found:
+        loaded = {tensor for trace in traces for _, _, tensor, _ in needed(kind, trace, dtype)}
+        if left := [tensor for tensor in hf_shapes(kind.params) if tensor not in loaded]:
+            raise ModelError(f"{left[0]}: no rollout worker loads it; is `architectures` in config.json the class of a causal language model?")
 
 
 def needed(kind: Kind, trace: Trace, dtype: str) -> list[tuple[str, str, str, Link]]:

@@ -380,7 +380,8 @@ class RolloutEngine:
 
     def _call(self, error: type[Exception], method: str, *args: Any) -> list[Any]:
         """Answers of every worker; raises `error` with the first failed worker's message."""
-        answers = self._engine.collective_rpc(method, args=args)
+        with self._turn:  # vLLM's workers answer one caller at a time
+            answers = self._engine.collective_rpc(method, args=args)
         for rank, answer in enumerate(answers):
             if isinstance(answer, str):
                 raise error(f"{answer} (worker {rank})")
