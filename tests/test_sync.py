@@ -111,7 +111,8 @@ def test_two_engines_apart_get_messages_and_a_lost_rank_leaves_no_version(start,
         assert processes.sync.received["buffer_bytes"] <= 2 * 2**20
         both = [ray.get(engine.digests.remote()) for engine in processes.rollout.engines.values()]
         assert both[0] == both[1]
-        seen = observed(processes.rollout.generate)
+        one = next(iter(processes.rollout.engines.values()))
+        seen = observed(lambda prompts, **options: ray.get(one.generate.remote(prompts, options)))
         export = processes.export(tmp_path / "v2", "float32")
         os.kill(processes.roles["actor"].group.call("describe")[1]["pid"], signal.SIGKILL)
         with pytest.raises(RemoteError, match="actor rank 1 died"):

@@ -12,6 +12,7 @@ from moerl.models.tensormap import hf_shapes
 from moerl.reshard.plan import Plan, plan
 from moerl.reshard.receiver import Connection
 from moerl.reshard.sources import cut_layers, layer_of
+from moerl.reshard.trace import Trace
 from moerl.rollout.group import Rollout
 from moerl.rollout.remote import RemoteError, collect
 
@@ -34,7 +35,7 @@ class WeightSync:
             arch, params, actor.group.layout, traces, cluster.places(actor.group.layout.world), cap=sync.buffer_mib * MIB // 2,
             dtype=spec.dtype, mapped=sync.transport == "auto",
         )
-        self._connect(sync.checksums, config.cluster.collective_timeout_s)
+        self._connect(tuple(traces), shapes, sync.checksums, config.cluster.collective_timeout_s)
 
     def __call__(self, version: int) -> float:
         """Serve the actor's weights as `version` on every engine. Seconds it took.
@@ -51,7 +52,7 @@ class WeightSync:
             raise
         return time.perf_counter() - start
 
-    def _connect(self, checksums: bool, timeout_s: float) -> None:
+    def _connect(self, traces: tuple[Trace, ...], shapes: dict, checksums: bool, timeout_s: float) -> None:
         made, group = self.plan, self.actor.group
         engines = len(self.rollout.engines)
         mine = [[made.rows(worker=e * made.tp + w) for w in range(made.tp)] for e in range(engines)]
@@ -63,7 +64,8 @@ class WeightSync:
         master = group.call("describe")[0]["master"] if made.rounds else None
         connections = [
             Connection(
-                tuple(plans), tuple(range(e * made.tp, (e + 1) * made.tp)), {r: shared[r] for r in ranks}, master, timeout_s, checksums
+                tuple(plans), tuple(range(e * made.tp, (e + 1) * made.tp)), traces, shapes, {r: shared[r] for r in ranks}, master, timeout_s,
+                checksums,
             )
             for e, (plans, ranks) in enumerate(zip(mine, mapped))
         ]

@@ -108,12 +108,14 @@ def _returns_failure(method: Callable) -> Callable:
 class Connection:
     """How the workers of an engine take part in syncs: what the driver tells all of them.
 
-    `plans` has each worker's rows; `shared` the memory of ranks that it reads itself. `workers` are their numbers over all engines.
-    `master` is where the processes with messages meet; None if there are none.
+    `plans` has each worker's rows, `traces` what the plan was made for and `shapes` the tensors of that; `shared` is the memory of ranks that
+    they read themselves. `workers` are their numbers over all engines. `master` is where the processes with messages meet; None if there are none.
     """
 
     plans: tuple[Plan, ...]
     workers: tuple[int, ...]
+    traces: tuple[Trace, ...]
+    shapes: dict[str, tuple[int, ...]]
     shared: dict[int, Shared]
     master: str | None
     timeout_s: float
@@ -134,12 +136,11 @@ class WeightReceiver:
     @_returns_failure
     def moerl_trace(self, shapes: dict[str, tuple[int, ...]], layers: int) -> Trace | str:
         """What this worker loads of the model cut to `layers` layers, whose tensors have these shapes."""
-        self.moerl_traced = trace_worker(self.vllm_config, shapes, layers), shapes
-        return self.moerl_traced[0]
+        return trace_worker(self.vllm_config, shapes, layers)
 
     @_returns_failure
     def moerl_connect(self, connection: Connection) -> str | None:
-        """Get ready for the syncs of a plan made for `moerl_trace`'s answers. Waits for all ranks and workers that have messages."""
+        """Get ready for the syncs of a plan. Waits for all ranks and workers that have messages."""
         own = connection.plans[self.rank]
         number = connection.workers[self.rank]
         ranks, rounds = len(own.place.ranks), rounds_of(own, worker=number)
@@ -150,8 +151,8 @@ class WeightReceiver:
         for rank, (chunk, layer, worker) in (read for step in rounds.values() for read in step.reads):
             names.setdefault(rank, set()).update(renumbered(move.param, layer) for move in chunk.moves[worker])
         mapped = {rank: opened(connection.shared[rank], params) for rank, params in names.items()}
-        trace, shapes = self.moerl_traced
-        reload = Reload(self.get_model(), self.vllm_config, trace, own.layers.values(), shapes)
+        trace = connection.traces[self.rank]
+        reload = Reload(self.get_model(), self.vllm_config, trace, own.layers.values(), connection.shapes)
         mover = Mover(rounds, messages, self.device, mapped=mapped, take=reload.take, checksums=connection.checksums)
         self.moerl_sync = reload, mover
         return None
