@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_reshard.py OUT.json [--model qwen3-30b-a3b] [--layers 6] [--syncs 5]
 
-Uses every GPU it sees. Each case is a run's own processes: ranks with an optimizer, engines, the plan between them. The weights change before
-every sync. Kept are the seconds of each sync (of the slowest engine, and as the driver sees it), GB/s of what the workers of one GPU take in,
-the seconds of sleeping, and whether vLLM's parameters end bit-equal to those of an engine started from the exported checkpoint. Beside them, from
-the same run: what one GPU copies within itself, and between two of them.
+Uses every GPU it sees. Each case is a run's own processes: ranks with an optimizer, engines, the plan between them. The weights change
+before every sync. Kept are the seconds of each sync (of the slowest engine, and as the driver sees it), GB/s of what the workers of one
+GPU take in, the seconds of sleeping, and whether vLLM's parameters end bit-equal to those of an engine started from the exported
+checkpoint. Beside them, from the same run: what one GPU copies within itself, and between two of them.
 """
 
 from __future__ import annotations
@@ -81,14 +81,16 @@ def cases(gpus: int) -> dict[str, tuple[dict, dict]]:
         f"TP{gpus} -> TP{gpus}, colocated": ({"tp": gpus, "ep": gpus}, {"layout": {"tp": gpus}}),
         f"EP{gpus} -> {gpus} x TP1, colocated, asleep": ({"ep": gpus, "dp": gpus}, {"layout": {"dp": gpus}, "sleep": True}),
         f"PP{gpus} -> TP{gpus}, colocated": ({"pp": gpus}, {"layout": {"tp": gpus}}),
-        f"{gpus // 2} -> {gpus // 2} x TP1, apart": ({"dp": gpus // 2}, {"layout": half, "colocated": False, "sync": {"transport": "messages"}}),
+        f"{gpus // 2} -> {gpus // 2} x TP1, apart": (half, {"layout": half, "colocated": False, "sync": {"transport": "messages"}}),
     }
 
 
 def config(path: Path, output: Path, training: dict, rollout: dict) -> TrainConfig:
     return TrainConfig.model_validate({
         "model": {"path": str(path), "dtype": "bfloat16"}, "data": {"prompts": "reasoning_gym:chain_sum", "max_prompt_tokens": 64},
-        "rollout": {"samples_per_prompt": 2, "sampling": {"max_tokens": 64}, "gpu_memory_utilization": 0.25, "enforce_eager": True} | rollout,
+        "rollout": {
+            "samples_per_prompt": 2, "sampling": {"max_tokens": 64}, "gpu_memory_utilization": 0.25, "enforce_eager": True
+        } | rollout,
         "actor": {"layout": training, "max_tokens_per_rank": 4096, "optimizer": {"lr": 1e-3}},
         "reward": {"function": "reasoning_gym"}, "algorithm": {"name": "grpo"}, "trainer": {"steps": 1, "output": str(output)},
         "cluster": {"device": "cuda"},
@@ -134,7 +136,9 @@ def _change(processes: Processes, vocab: int, seed: int) -> None:
 
 
 def _compare(processes: Processes, planned, scratch: Path, digests: dict) -> dict:
-    """Whether the engine's parameters, and the tokens and log-probs it samples, are those of one that loads the exported checkpoint itself."""
+    """Whether the engine's parameters, and the tokens and log-probs it samples, are those of one that loads the exported checkpoint
+    itself.
+    """
     import ray
 
     from moerl.rollout.group import EngineActor
@@ -153,7 +157,8 @@ def _compare(processes: Processes, planned, scratch: Path, digests: dict) -> dic
     place, gpus = processes.cluster.engine_options(0), processes.cluster.gpus(processes.cluster.placement.engine_slots(0))
     r = planned.config.rollout
     options = dict(
-        model=str(export), tp=r.layout.tp, dtype="bfloat16", device="cuda", max_model_len=128, enforce_eager=True, gpu_memory_utilization=0.25
+        model=str(export), tp=r.layout.tp, dtype="bfloat16", device="cuda", max_model_len=128, enforce_eager=True,
+        gpu_memory_utilization=0.25
     )
     fresh = ray.remote(Fresh).options(num_cpus=0, **place).remote(gpus, options)
     try:

@@ -2,11 +2,12 @@
 
     python benchmarks/reshard.py OUT.json [--processes 4 8 16] [--runs 5]
 
-A Qwen3-MoE of 430 MB in bfloat16 goes from N gloo processes of a Megatron layout into vLLM's tensor-parallel layout, two workers an engine. Each
-process is a rank and a worker, as a GPU has one of both. Every case ran in the same processes, turn about:
+A Qwen3-MoE of 430 MB in bfloat16 goes from N gloo processes of a Megatron layout into vLLM's tensor-parallel layout, two workers an
+engine. Each process is a rank and a worker, as a GPU has one of both. Every case ran in the same processes, turn about:
   plan           moerl's plan and messages
   plan, mapped   the same with memory that is mapped instead of sent, as between processes of one host
-  gather         every parameter gathered whole on every process and brought into Hugging Face's form, one after another, which is what other
+  gather         every parameter gathered whole on every process and brought into Hugging Face's form, one after another, which is what
+  other
                  stacks do; what vLLM's loaders would do with them then is not in its time, for the plan it is
 Bytes are what leaves a process. Kept are all runs, versions and hardware.
 """
@@ -35,7 +36,6 @@ from moerl.reshard.names import renumbered
 from moerl.reshard.plan import Place, plan
 from moerl.reshard.sources import cut_layers, kinds, layer_of
 from moerl.reshard.trace import Trace
-from moerl.reshard.transport import Messages
 
 CONFIG = dict(
     model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], vocab_size=8192, hidden_size=512, intermediate_size=512,
@@ -80,7 +80,8 @@ def process(number: int, total: int, made, shapes, path: str, layout, port: int,
     cpu, group = torch.device("cpu"), Both(number, total)
     out = made["sent"].rows(rank=number), made["sent"].rows(worker=number)
     mover = Mover(
-        merged(rounds_of(out[0], rank=number), rounds_of(out[1], worker=number)), group, cpu, memory={n: flat(t) for n, t in memory.items()}, take=take
+        merged(rounds_of(out[0], rank=number), rounds_of(out[1], worker=number)), group, cpu,
+        memory={n: flat(t) for n, t in memory.items()}, take=take,
     )
     handles = [None] * total
     dist.all_gather_object(handles, share(memory))
@@ -177,7 +178,9 @@ def run(path: str, total: int, runs: int) -> dict:
     place = {"sent": Place([(i, i) for i in range(total)], [(i, i) for i in range(total)]),
              "mapped": Place([(0, i) for i in range(total)], [(0, i) for i in range(total)])}
     start = time.perf_counter()
-    made = {name: plan(arch, params, layout, traces, spots, cap=CAP, dtype="bfloat16", mapped=name == "mapped") for name, spots in place.items()}
+    made = {
+        name: plan(arch, params, layout, traces, spots, cap=CAP, dtype="bfloat16", mapped=name == "mapped") for name, spots in place.items()
+    }
     planning = time.perf_counter() - start
     shapes = []
     for trace in traces:

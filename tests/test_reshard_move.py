@@ -43,7 +43,8 @@ def over_gloo(model, layout, *, engines=1, node=2, cap=proof.CAP, **more):
 
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize(
-    "layout", [ParallelLayout(tp=2, pp=2), ParallelLayout(pp=2, ep=4, dp=4), ParallelLayout(tp=2, ep=2, etp=2, dp=2)], ids=ParallelLayout.describe
+    "layout", [ParallelLayout(tp=2, pp=2), ParallelLayout(pp=2, ep=4, dp=4), ParallelLayout(tp=2, ep=2, etp=2, dp=2)],
+    ids=ParallelLayout.describe,
 )
 def test_messages_bring_every_element(model, layout, checksums):
     made = over_gloo(model, layout, engines=2, checksums=checksums)
@@ -140,12 +141,11 @@ def test_a_plan_survives_a_file_and_its_faults_are_found(model, tmp_path):
     again = store.load(tmp_path / "plan")
     assert again.chunks == made.chunks and explain.report(again, "h100") == explain.report(made, "h100")
     assert explain.faults(made) == []
-    for column, wrong, line in (
-        ("target", 0, "different deliveries"), ("round", 3, "a process sends|a process gets|not passed on"), ("layer", 1, "different deliveries"),
-    ):
+    spoilt = (("target", 0, "different deliveries"), ("round", 3, "a process sends"), ("layer", 1, "different deliveries"))
+    for column, wrong, line in spoilt:
         spoiled = getattr(made, column).copy()
         spoiled[:] = wrong
-        assert explain.faults(replace(made, **{column: spoiled})), line
+        assert any(line in fault for fault in explain.faults(replace(made, **{column: spoiled}))), line
     (tmp_path / "no").write_text("no")
     with pytest.raises(ValueError, match="not a reshard plan"):
         store.load(tmp_path / "no")

@@ -28,6 +28,7 @@ from tests.test_families_deepseek import V3
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "ppo_deepseek_v3_671b.yaml"
+SET = ("--config", str(CONFIG), "--set")
 PUBLISHED = V3 | {"architectures": ["DeepseekV3ForCausalLM"]}
 SHARED = re.compile(r"norm|\.gate\.|q_a_proj|kv_a_proj")  # tensors that every tensor-parallel worker has whole
 
@@ -102,10 +103,10 @@ def test_the_command_explains_saves_and_checks(deepseek, tmp_path):
         ((), "moerl reshard takes either --config or --plan"),
         (("--config", str(CONFIG), "--hardware", "a100"), "--hardware a100: must be one of h100, h200, b200"),
         (("--plan", "README.md", "--explain"), "README.md: not a reshard plan"),
-        (("--config", str(CONFIG), "--set", "model.path=MODEL", "--set", "rollout.layout={tp: 24, dp: 8}"), "rollout.layout: attention heads 128"),
-        (("--config", str(CONFIG), "--set", "model.path=MODEL", "--set", "rollout.sync.transport=messages"), "rollout.sync.transport messages: NCCL"),
-        (("--config", str(CONFIG), "--set", "model.path=MODEL", "--set", "rollout.layout.ep=8"), "rollout.layout: ep 8 must be 1 or tp 32"),
-        (("--config", str(CONFIG), "--set", "rollout.colocated=false"), "rollout.sleep: engines on GPUs of their own"),
+        ((*SET, "model.path=MODEL", "--set", "rollout.layout={tp: 24, dp: 8}"), "rollout.layout: attention heads 128"),
+        ((*SET, "model.path=MODEL", "--set", "rollout.sync.transport=messages"), "rollout.sync.transport messages: NCCL"),
+        ((*SET, "rollout.layout.ep=8"), "rollout.layout: ep 8 must be 1 or tp 32"),
+        ((*SET, "rollout.colocated=false"), "rollout.sleep: engines on GPUs of their own"),
     ],
 )
 def test_bad_input_is_one_line(deepseek, args, message):
@@ -126,7 +127,8 @@ def test_drawn_models_and_layouts(tmp_path, data):
     groups, each = draw(st.sampled_from([2, 4])), draw(st.sampled_from([1, 2, 3]))
     config = AutoConfig.for_model(
         "qwen3_moe", hidden_size=draw(st.sampled_from([64, 96, 128])), num_attention_heads=groups * each, num_key_value_heads=groups,
-        head_dim=draw(st.sampled_from([16, 24])), vocab_size=draw(st.integers(90, 200)), num_hidden_layers=2 * draw(st.sampled_from([1, 2])),
+        head_dim=draw(st.sampled_from([16, 24])), vocab_size=draw(st.integers(90, 200)),
+        num_hidden_layers=2 * draw(st.sampled_from([1, 2])),
         moe_intermediate_size=draw(st.sampled_from([32, 64, 96])), intermediate_size=draw(st.sampled_from([64, 96])),
         num_experts=draw(st.sampled_from([4, 8])), mlp_only_layers=draw(st.sampled_from([[], [0], [1]])), num_experts_per_tok=2,
         decoder_sparse_step=1, tie_word_embeddings=draw(st.booleans()), architectures=["Qwen3MoeForCausalLM"], dtype="float32",
@@ -151,7 +153,9 @@ def test_drawn_models_and_layouts(tmp_path, data):
 
 
 def test_what_cannot_be_traced_goes_whole(tmp_path, monkeypatch):
-    """A loader that computes: its module's tensors go to that worker's own loader, all of them, and the plan says which and how many bytes."""
+    """A loader that computes: its module's tensors go to that worker's own loader, all of them, and the plan says which and how many
+    bytes.
+    """
     from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
     from tests.models import write_qwen3_moe
@@ -168,7 +172,8 @@ def test_what_cannot_be_traced_goes_whole(tmp_path, monkeypatch):
     whole = set(found[0].whole)
     assert whole == {n for n in hf_shapes(params.values()) if ".experts." in n or n.endswith("mlp.down_proj.weight")} & whole and whole
     assert "aten.mul.Tensor on the way" in next(iter(found[0].whole.values()))
-    made = proof.make_plan(arch, params, ParallelLayout(tp=2, ep=2), found, engines=2, node=2)
-    for worker in proof.carried_out(made, proof.shards(tensors, params, arch, ParallelLayout(tp=2, ep=2)), proof.shapes_of(found, made, params)):
+    layout = ParallelLayout(tp=2, ep=2)
+    made = proof.make_plan(arch, params, layout, found, engines=2, node=2)
+    for worker in proof.carried_out(made, proof.shards(tensors, params, arch, layout), proof.shapes_of(found, made, params)):
         assert all((worker[n] == tensors[n.removeprefix("whole:")]).all() for n in worker if n.startswith("whole:"))
     assert re.search(r"not traced +\d+ tensors of the example layers go whole \([\d.]+ [kM]B\)", explain.report(made, "h100"))

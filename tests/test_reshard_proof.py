@@ -19,7 +19,8 @@ DENSE = {
 }
 MOE = {
     "ep2": dict(ep=2, dp=2), "tp2 ep2": dict(tp=2, ep=2), "tp2 etp2": dict(tp=2, etp=2), "ep2 etp2": dict(ep=2, etp=2, dp=4),
-    "tp2 pp2 ep2": dict(tp=2, pp=2, ep=2), "tp2 pp2 ep4 dp2": dict(tp=2, pp=2, ep=4, dp=2), "tp2 pp2 ep2 etp2 dp4": dict(tp=2, pp=2, ep=2, etp=2, dp=4),
+    "tp2 pp2 ep2": dict(tp=2, pp=2, ep=2), "tp2 pp2 ep4 dp2": dict(tp=2, pp=2, ep=4, dp=2),
+    "tp2 pp2 ep2 etp2 dp4": dict(tp=2, pp=2, ep=2, etp=2, dp=4),
     "ep4 dp4 pp2 vpp2": dict(ep=4, dp=4, pp=2, vpp=2),
 }
 ENGINES = [(1, False, 2), (2, False, 2), (2, True, 1)]  # workers of an engine, experts whole on one, engines

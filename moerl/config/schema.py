@@ -63,7 +63,7 @@ class SamplingConfig(Group):
 class SyncConfig(Group):
     """How new weights reach the engines."""
 
-    transport: Literal["auto", "messages"] = Field("auto", description="auto: workers read the memory of ranks of their node; messages: never")
+    transport: Literal["auto", "messages"] = Field("auto", description="auto: workers read their node's ranks' memory; messages: never")
     buffer_mib: int = Field(512, ge=1, description="memory of a process for messages under way, each direction")
     in_flight: Literal["wait", "abort", "keep"] = Field("wait", description="requests that are running when new weights come")
     checksums: bool = Field(False, description="a checksum with every message")
@@ -89,7 +89,7 @@ class RolloutConfig(Group):
         if on:
             raise ValueError(f"rollout.layout takes tp, ep and dp (number of engines) only, {', '.join(on)} given")
         if self.layout.ep not in (1, self.layout.tp):
-            raise ValueError(f"rollout.layout: ep {self.layout.ep} must be 1 or tp {self.layout.tp}: an engine's workers share its experts out")
+            raise ValueError(f"rollout.layout: ep {self.layout.ep} must be 1 or tp {self.layout.tp}: its workers share the experts")
         if self.sleep and not self.colocated:
             raise ValueError("rollout.sleep: engines on GPUs of their own have nobody to give memory to")
         return self

@@ -14,7 +14,7 @@ from moerl.reshard.receiver import Connection
 from moerl.reshard.sources import cut_layers, layer_of
 from moerl.reshard.trace import Trace
 from moerl.rollout.group import Rollout
-from moerl.rollout.remote import RemoteError, collect
+from moerl.rollout.remote import collect
 
 MIB = 2**20
 
@@ -64,8 +64,8 @@ class WeightSync:
         master = group.call("describe")[0]["master"] if made.rounds else None
         connections = [
             Connection(
-                tuple(plans), tuple(range(e * made.tp, (e + 1) * made.tp)), traces, shapes, {r: shared[r] for r in ranks}, master, timeout_s,
-                checksums,
+                tuple(plans), tuple(range(e * made.tp, (e + 1) * made.tp)), traces, shapes, {r: shared[r] for r in ranks}, master,
+                timeout_s, checksums,
             )
             for e, (plans, ranks) in enumerate(zip(mine, mapped))
         ]

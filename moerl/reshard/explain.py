@@ -50,7 +50,8 @@ def costs(plan: Plan) -> Costs:
     return Costs(
         delivered=int(size.sum()), needed=plan.needed, links={k: int(size[apart == k].sum()) for k in (GPU, NODE, NETWORK)},
         relayed=int(size[plan.relayed].sum()), egress=(float(out.mean()), float(out.max(initial=0))),
-        ingress=(float(into.mean()), float(into.max(initial=0))), buffers=2 * int(_held(plan, sent, True).max() + _held(plan, sent, False).max()),
+        ingress=(float(into.mean()), float(into.max(initial=0))),
+        buffers=2 * int(_held(plan, sent, True).max() + _held(plan, sent, False).max()),
         messages=len(np.unique(np.stack([plan.source, plan.target, plan.relayed, plan.round])[:, sent], axis=1).T), rounds=plan.rounds,
     )
 

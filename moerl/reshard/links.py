@@ -1,8 +1,8 @@
 """Links: which elements of one memory are which elements of another, as strided boxes.
 
 A memory is a flat array of elements: a Hugging Face tensor, a Megatron shard, a vLLM parameter. A loader that cuts, transposes, interleaves
-and copies makes links between two of them; `join` follows two links that share a memory. Both the provenance of vLLM's parameters and the plan
-between two layouts are made of nothing else.
+and copies makes links between two of them; `join` follows two links that share a memory. Both the provenance of vLLM's parameters and the
+plan between two layouts are made of nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Link:
         return Link(self.sizes, self.right, self.right_strides, self.left, self.left_strides)
 
     def split(self, most: int) -> list[Link]:
-        """The same elements in links of at most `most` elements, cut along the longest run of whole outer indices. One row may exceed it."""
+        """The same elements in links of at most `most` elements, cut along the longest run of whole outer indices. One row may exceed
+        it.
+        """
         if self.count <= most or not self.sizes:
             return [self]
         rows = max(1, most * self.sizes[0] // self.count)

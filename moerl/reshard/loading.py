@@ -1,7 +1,7 @@
 """Elements into a running vLLM model: one layerwise reload around a whole sync.
 
-vLLM's kernels read weights in layouts of their own. Its reload puts every module back into the form in which a checkpoint is loaded; each is filled
-here, straight to where its loader would put the elements, and handed to vLLM to be laid out anew as soon as it is complete.
+vLLM's kernels read weights in layouts of their own. Its reload puts every module back into the form in which a checkpoint is loaded; each
+is filled here, straight to where its loader would put the elements, and handed to vLLM to be laid out anew as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 class Reload:
     """Fills a model that runs.
 
-    `trace` is what this worker loads of the example layers; `layers` are the numbers of the layers of each kind, the example first. `shapes` are
-    those of the example layers' tensors.
+    `trace` is what this worker loads of the example layers; `layers` are the numbers of the layers of each kind, the example first.
+    `shapes` are those of the example layers' tensors.
     """
 
     def __init__(
-        self, model: torch.nn.Module, config: VllmConfig, trace: Trace, layers: Iterable[tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+        self, model: torch.nn.Module, config: VllmConfig, trace: Trace, layers: Iterable[tuple[int, ...]],
+        shapes: Mapping[str, tuple[int, ...]],
     ):
         self.model, self.config, self.trace, self.shapes = model, config, trace, shapes
         self.like = {number: same[0] for same in layers for number in same}
@@ -47,7 +48,9 @@ class Reload:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Around all of a sync. What it leaves behind on an error is a mixture of old and new weights from which the next sync can start."""
+        """Around all of a sync. What it leaves behind on an error is a mixture of old and new weights from which the next sync can
+        start.
+        """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         from vllm.platforms import current_platform

@@ -1,7 +1,7 @@
 """One process' part in a sync: packs, sends, receives and unpacks what its rows of the plan say, and reads what is mapped.
 
-Two buffers each way: while one round is under way the one before it is unpacked and the next one packed. Both ends of a message go through the
-same rows in the same order, so nothing but elements is on the wire (and, if asked for, one checksum a message).
+Two buffers each way: while one round is under way the one before it is unpacked and the next one packed. Both ends of a message go
+through the same rows in the same order, so nothing but elements is on the wire (and, if asked for, one checksum a message).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Round:
 def rounds_of(plan: Plan, *, rank: int | None = None, worker: int | None = None) -> dict[int, Round]:
     """A rank's or a worker's rounds, by number. Processes are numbered ranks first, then workers.
 
-    Reads of mapped memory go with the first round that brings something for their layer, so that a layer is complete soon after it is begun.
+    Reads of mapped memory go with the first round that brings something for their layer, so that a layer is complete soon after it is
+    begun.
     """
     found: dict[int, Round] = defaultdict(Round)
     ranks = len(plan.place.ranks)
@@ -86,7 +87,8 @@ class Mover:
     """
 
     def __init__(
-        self, rounds: Mapping[int, Round], messages: Messages | None, device: torch.device, *, memory: Mapping[str, torch.Tensor] | None = None,
+        self, rounds: Mapping[int, Round], messages: Messages | None, device: torch.device, *,
+        memory: Mapping[str, torch.Tensor] | None = None,
         mapped: Mapping[int, Mapping[str, torch.Tensor]] | None = None, take: Take | None = None, checksums: bool = False,
     ):
         self.rounds, self.messages, self.checksums = rounds, messages, checksums

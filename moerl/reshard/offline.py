@@ -75,7 +75,8 @@ def worker(rank: int, tp: int) -> Iterator[None]:
         ranks = list(range(size))
         return SimpleNamespace(
             world_size=size, rank_in_group=at, rank=at, local_rank=at, ranks=ranks, first_rank=0, last_rank=size - 1, is_first_rank=at == 0,
-            is_last_rank=at == size - 1, device_group=SimpleNamespace(size=lambda: size, rank=lambda: at), cpu_group=None, unique_name="traced", device_communicator=None,
+            is_last_rank=at == size - 1, device_group=SimpleNamespace(size=lambda: size, rank=lambda: at), cpu_group=None,
+            unique_name="traced", device_communicator=None,
             use_device_communicator=False, next_rank=(at + 1) % size, prev_rank=(at - 1) % size,
         )
 

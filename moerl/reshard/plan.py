@@ -1,7 +1,7 @@
 """The plan of a weight sync: which rank sends which elements to which worker, when, and on which way. Pure data, computed once.
 
-Every element that a worker needs is delivered exactly once. Elements that one rank holds and the same workers need travel together, in chunks;
-the layers of one kind share their chunks. A row of the plan is the delivery of one chunk of one layer to one worker.
+Every element that a worker needs is delivered exactly once. Elements that one rank holds and the same workers need travel together, in
+chunks; the layers of one kind share their chunks. A row of the plan is the delivery of one chunk of one layer to one worker.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Plan:
     def apart(self) -> np.ndarray:
         """GPU, NODE or NETWORK for every row."""
         ranks, workers = np.array(self.place.ranks), np.array(self.place.workers)
-        source = np.where(self.relayed[:, None], workers[np.minimum(self.source, len(workers) - 1)], ranks[np.minimum(self.source, len(ranks) - 1)])
+        as_worker, as_rank = (ends[np.minimum(self.source, len(ends) - 1)] for ends in (workers, ranks))
+        source = np.where(self.relayed[:, None], as_worker, as_rank)
         target = workers[self.target]
         return np.where((source == target).all(1), GPU, np.where(source[:, 0] == target[:, 0], NODE, NETWORK))
 
@@ -122,8 +123,9 @@ def plan(
 ) -> Plan:
     """Plan the way of `params` from a training layout into engines whose workers load what `traces` say, one trace a worker of an engine.
 
-    `cap` bounds the bytes that a process has in a buffer in one round; `dtype` is that of the training weights. With `mapped`, workers read the
-    memory of ranks of their node themselves. ModelError where an element that a worker needs is nowhere, or a tensor is what no worker loads.
+    `cap` bounds the bytes that a process has in a buffer in one round; `dtype` is that of the training weights. With `mapped`, workers
+    read the memory of ranks of their node themselves. ModelError where an element that a worker needs is nowhere, or a tensor is what no
+    worker loads.
     """
     tp, found = len(traces), kinds(params)
     _check_loaded(found, traces, dtype)
@@ -143,7 +145,7 @@ def _check_loaded(found: Sequence[Kind], traces: Sequence[Trace], dtype: str) ->
     for kind in found:
         loaded = {tensor for trace in traces for _, _, tensor, _ in needed(kind, trace, dtype)}
         if left := [tensor for tensor in hf_shapes(kind.params) if tensor not in loaded]:
-            raise ModelError(f"{left[0]}: no rollout worker loads it; is `architectures` in config.json the class of a causal language model?")
+            raise ModelError(f"{left[0]}: no rollout worker loads it; is `architectures` in config.json that of a causal language model?")
 
 
 def needed(kind: Kind, trace: Trace, dtype: str) -> list[tuple[str, str, str, Link]]:
@@ -173,7 +175,8 @@ def _chunks(number: int, kind: Kind, arch: Arch, layout: ParallelLayout, traces:
         for target, wide, tensor, need in needed(kind, trace, dtype):
             moves = [(s, x) for s in held[tensor] for x in join(need, s.link)]
             if sum(x.count for _, x in moves) != need.count:
-                raise ModelError(f"{tensor}: {sum(x.count for _, x in moves)} of the {need.count} elements that {target} needs have a holder")
+                held_by = sum(x.count for _, x in moves)
+                raise ModelError(f"{tensor}: {held_by} of the {need.count} elements that {target} needs have a holder")
             for s, x in moves:
                 wire = min(wide, _kept(s.param, dtype), key=itemsize)
                 key = (s.holder, s.param, s.index, x.right, x.right_strides, x.sizes, wire)

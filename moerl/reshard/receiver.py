@@ -108,8 +108,9 @@ def _returns_failure(method: Callable) -> Callable:
 class Connection:
     """How the workers of an engine take part in syncs: what the driver tells all of them.
 
-    `plans` has each worker's rows, `traces` what the plan was made for and `shapes` the tensors of that; `shared` is the memory of ranks that
-    they read themselves. `workers` are their numbers over all engines. `master` is where the processes with messages meet; None if there are none.
+    `plans` has each worker's rows, `traces` what the plan was made for and `shapes` the tensors of that; `shared` is the memory of ranks
+    that they read themselves. `workers` are their numbers over all engines. `master` is where the processes with messages meet; None if
+    there are none.
     """
 
     plans: tuple[Plan, ...]

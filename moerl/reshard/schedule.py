@@ -16,8 +16,8 @@ GOLDEN = (5**0.5 - 1) / 2
 def rounds(plan: Plan, sent: np.ndarray) -> np.ndarray:
     """The round of each of the rows `sent`; a relayed row comes one round after the one that it relays.
 
-    Workers start at layers spread evenly over the model (multiples of the golden ratio), and at different holders of a layer, so that they ask
-    all ranks at all times; each goes on layer by layer. A row takes the first round in which its source and its targets have room.
+    Workers start at layers spread evenly over the model (multiples of the golden ratio), and at different holders of a layer, so that
+    they ask all ranks at all times; each goes on layer by layer. A row takes the first round in which its source and its targets have room.
     """
     nbytes = plan.nbytes
     direct = sent[~plan.relayed[sent]]

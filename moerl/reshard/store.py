@@ -22,7 +22,8 @@ def save(plan: Plan, path: Path) -> None:
                                                   for w, moves in c.moves.items()}]
             for c in plan.chunks
         ],
-        "layers": plan.layers, "ranks": plan.place.ranks, "workers": plan.place.workers, "tp": plan.tp, "cap": plan.cap, "needed": plan.needed,
+        "layers": plan.layers, "ranks": plan.place.ranks, "workers": plan.place.workers, "tp": plan.tp, "cap": plan.cap,
+        "needed": plan.needed,
     }
     with open(path, "wb") as file:
         np.savez_compressed(file, rest=np.frombuffer(json.dumps(rest).encode(), np.uint8), **{n: getattr(plan, n) for n in COLUMNS})

@@ -18,7 +18,8 @@ from moerl.reshard.links import Link, NotStrided, covered, join, link
 aten = torch.ops.aten
 COPIES = {aten.clone.default, aten._to_copy.default}
 FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
-FRESH = {aten.zeros_like.default, aten.empty_like.default, aten.ones_like.default, aten.full_like.default}  # of a tensor's form, not of its elements
+# These take a tensor's form, not its elements.
+FRESH = {aten.zeros_like.default, aten.empty_like.default, aten.ones_like.default, aten.full_like.default}
 
 
 @dataclass

@@ -16,8 +16,8 @@ Message = tuple[int, torch.Tensor]  # the other process, what goes there or come
 def meetings(place: Place) -> list[list[int]]:
     """Groups of processes (ranks first, then workers) so that any two on different GPUs meet in one, and no two of a group share a GPU.
 
-    NCCL takes one process a GPU into a communicator. Two GPUs differ in some bit of their numbers: for each bit and value the ranks whose GPU
-    has that value meet the workers whose GPU has the other one. Workers among themselves, who pass chunks on, are a group, too.
+    NCCL takes one process a GPU into a communicator. Two GPUs differ in some bit of their numbers: for each bit and value the ranks whose
+    GPU has that value meet the workers whose GPU has the other one. Workers among themselves, who pass chunks on, are a group, too.
     """
     spots = [*place.ranks, *place.workers]
     if len(set(spots)) == len(spots):
@@ -34,8 +34,8 @@ def meetings(place: Place) -> list[list[int]]:
 class Messages:
     """Sends and receives of one round at a time, all in flight together.
 
-    Not torch's default group, which in a worker is vLLM's and in a rank Megatron's. `master` is host:port of process 0, which keeps the store.
-    On GPUs two processes that share one cannot exchange messages: they map memory.
+    Not torch's default group, which in a worker is vLLM's and in a rank Megatron's. `master` is host:port of process 0, which keeps the
+    store. On GPUs two processes that share one cannot exchange messages: they map memory.
     """
 
     def __init__(self, master: str, process: int, place: Place, device: torch.device, timeout_s: float):

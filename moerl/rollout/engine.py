@@ -36,8 +36,8 @@ MIN_TEMPERATURE = 0.01  # vLLM silently raises a lower one to this
 class Completion:
     """One sampled continuation.
 
-    `token_ids` ends with the stop token when `finish_reason` is "stop"; "length" means `max_tokens` were sampled, "abort" that new weights came
-    first. `logprobs[t]` is the natural-log probability of `token_ids[t]` with the temperature applied (greedy: temperature 1).
+    `token_ids` ends with the stop token when `finish_reason` is "stop"; "length" means `max_tokens` were sampled, "abort" that new
+    weights came first. `logprobs[t]` is the natural-log probability of `token_ids[t]` with the temperature applied (greedy: temperature 1).
     `version` names the weights that sampled its first token, `last_version` those that sampled its last.
     """
 
@@ -120,7 +120,8 @@ class RolloutEngine:
         cpu_bind: CPUs of each worker in vLLM's notation; by default this process's CPUs shared out.
         expert_parallel: every worker holds whole experts, its share of them, instead of a share of every expert.
         sleep: weights and cache can leave the GPU between uses (`sleep`).
-        in_flight: what becomes of requests that are running when new weights come: "wait" until they are finished, "abort" them with what they
+        in_flight: what becomes of requests that are running when new weights come: "wait" until they are finished, "abort" them with what
+        they
             have, or "keep" them, which go on with the new weights (their keys and values are computed anew).
 
     `generate` may run in one thread while another one brings new weights.
@@ -264,7 +265,9 @@ class RolloutEngine:
             return self._version
 
     def _step(self, results: list[list[Any]]) -> None:
-        """One step of the engine, unless a sync took the turn. Finished completions go to their places, with `abort` unfinished ones too."""
+        """One step of the engine, unless a sync took the turn. Finished completions go to their places, with `abort` unfinished ones
+        too.
+        """
         if self._paused or not self._pending:
             return
         for output in self._engine.step():

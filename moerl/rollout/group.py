@@ -12,7 +12,6 @@ from moerl.reshard.trace import Trace
 from moerl.rollout.engine import Completion, RolloutEngine
 from moerl.rollout.remote import collect
 
-
 THREADS = 3  # of an engine's actor: one generates, one takes in weights, one is told that the others failed
 
 
@@ -62,9 +61,9 @@ class Rollout:
     """
 
     def __init__(self, places: list[tuple[dict, list[str] | None]], options: dict):
-        actor = ray.remote(EngineActor)
         self.engines = {
-            f"rollout engine {i}": actor.options(num_cpus=0, max_concurrency=THREADS, **place).remote(gpus, options) for i, (place, gpus) in enumerate(places)
+            f"rollout engine {i}": ray.remote(EngineActor).options(num_cpus=0, max_concurrency=THREADS, **place).remote(gpus, options)
+            for i, (place, gpus) in enumerate(places)
         }
 
     def wait_ready(self, timeout_s: float) -> None:
