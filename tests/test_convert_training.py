@@ -231,7 +231,7 @@ def test_a_run_starts_from_a_converted_checkpoint(tmp_path):
     planned = plan(settings)
     processes = Processes(planned)
     try:
-        processes.rollout.sync(planned.arch, 0, processes.roles["actor"].shard_refs())
+        processes.sync(0)
         assert_same_logprobs(processes, processes.roles["actor"])
         ours, theirs = tensors_of(processes.export(tmp_path / "untrained", "float32")), tensors_of(hf)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)

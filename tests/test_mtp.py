@@ -132,7 +132,8 @@ def reference_job(rank, layout, path):
 
     other = model.make(read_arch(path).main(), layout, rank, torch.float32)
     other.load_weights(path)
-    synced = jobs.make(rank, layout, path).owned_shards(prediction=False)
+    actor = jobs.make(rank, layout, path)
+    synced = [s for s in actor.owned_shards() if s.name in actor.tensors()]
     return hasattr(other.bare()[-1], "mtp"), [(s.name, s.tensor.clone(), s.parts, s.index) for s in synced]
 
 

@@ -95,6 +95,7 @@ def worker(rank: int, tp: int) -> Iterator[None]:
 def engine_config(model: str, tp: int, dtype: str, expert_parallel: bool = False) -> VllmConfig:
     """The configuration of an engine of `tp` workers, without starting one; `model` needs no weights."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # what a command prints is its own
     from vllm import EngineArgs
 
     return EngineArgs(
