@@ -207,8 +207,9 @@ def main() -> None:
             start = time.perf_counter()
             try:
                 result["cases"][name] = run(path, training, rollout, options.syncs, compare=True)
-            except Exception:
-                result["cases"][name] = {"error": traceback.format_exc()[-4000:]}
+            except Exception as error:
+                traceback.print_exc()
+                result["cases"][name] = {"error": str(error).strip().splitlines()[-1]}
             result["cases"][name]["case_s"] = time.perf_counter() - start
             options.out.write_text(json.dumps(result, indent=1))
             print(name, json.dumps(result["cases"][name])[:3000], flush=True)
